@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -28,6 +27,7 @@ from qtool.benchmarking.inputs import Layout, as_written
 from qtool.benchmarking.latency import Renewal, Stopping, Timings, interleave
 from qtool.errors import QtoolError, one_line
 from qtool.runtimes.base import Array, ProviderError, TensorInfo
+from qtool.system.temporary import Folder
 
 
 class Worker:
@@ -37,8 +37,8 @@ class Worker:
         """Starts the process and imports the runtime in it. ``seconds`` is what opening and the first run take."""
         self.name, self.inputs = name, ()  # type: tuple[str, tuple[TensorInfo, ...]]
         self.seconds = 0.0
-        self._folder = tempfile.TemporaryDirectory(prefix="qtool-benchmark-")
-        self._log = Path(self._folder.name) / "stderr"
+        self._folder = Folder("benchmark")
+        self._log = self._folder.path / "stderr"
         self._told: dict[str, dict[str, Any]] = {}
         self._launch()
         try:
@@ -65,7 +65,7 @@ class Worker:
 
     def feed(self, feeds: Mapping[str, Array]) -> float:
         """Hands the inputs over and runs once; the milliseconds of that first run."""
-        path = Path(self._folder.name) / "feeds.npz"
+        path = self._folder.path / "feeds.npz"
         np.savez(path, *feeds.values())  # under numbers: an input may be called like one of savez's own arguments
         return float(self._prepare("feed", path=str(path), names=list(feeds))["first_run_ms"])
 
@@ -137,7 +137,7 @@ class Worker:
     def close(self) -> None:
         """Ends the process and removes its temporary files."""
         self._end()
-        self._folder.cleanup()
+        self._folder.close()
 
     def _end(self) -> None:
         if self._process.poll() is None:

@@ -6,13 +6,12 @@ with the float file, one thread, batch 1. Candidates with the same units in floa
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError
+from qtool.system.temporary import Folder
 
 if TYPE_CHECKING:
     from qtool.benchmarking.latency import Burst
@@ -27,15 +26,15 @@ class Cost:
 
     def __init__(self) -> None:
         self._speeds: dict[tuple[tuple[str, int | None], ...], float | None] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Folder | None = None
 
     def __enter__(self) -> Cost:
-        self._folder = tempfile.TemporaryDirectory(prefix="qtool-cost-")
+        self._folder = Folder("cost")
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     def size_bytes(self, model: QuantizedModel) -> int:
         """Bytes of the candidate's constants, as the size gate predicts them."""
@@ -64,7 +63,7 @@ class Cost:
         assert self._folder is not None
         opset, files = default_opset(model.plan), {}
         for name in ("fp32", "int8"):
-            files[name] = Path(self._folder.name) / f"{name}.onnx"
+            files[name] = self._folder.path / f"{name}.onnx"
         if not files["fp32"].exists():
             assert model.float_graph is not None
             save(float_to_onnx(model.float_graph, model.example, opset, model.plan.target), files["fp32"], {})

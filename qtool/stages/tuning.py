@@ -8,7 +8,6 @@ the untuned file, the CPU, the runtime's version, threads, batch size and time, 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from qtool.artifacts import earlier, sha256_of
 from qtool.recipe import ExportConfig
 from qtool.system.imports import imported
 from qtool.system.machine import cpu_info
+from qtool.system.temporary import Folder
 
 if TYPE_CHECKING:
     from qtool.exporting.tuning import Profile, Race
@@ -44,8 +44,8 @@ def tuned(
     provider = tuning.PROVIDERS[model.plan.target]
     few = [] if samples is None else list(take(samples, ACCURACY_SAMPLES))
     inputs = few[0] if few else model.example
-    with tempfile.TemporaryDirectory(prefix="qtool-tune-") as place:
-        untuned = Path(place) / "untuned.onnx"
+    with Folder("tune") as place:
+        untuned = place / "untuned.onnx"
         save(quantized_to_onnx(model, opset), untuned)
         key = _key(untuned, config, provider)
         if (known := _known(folder, key, model)) is not None:

@@ -96,7 +96,7 @@ def test_a_mistake_in_the_program_keeps_its_traceback():
 
 def test_a_process_that_dies_is_told_and_leaves_nothing(files):
     with Worker("int8", provider="cpu") as worker:
-        folder = Path(worker._folder.name)
+        folder = worker._folder.path
         os.kill(worker._process.pid, signal.SIGKILL)
         with pytest.raises(QtoolError, match=r"signal 9 \(the system may have run out of memory\)"):
             worker.open(files["int8"], provider="cpu", threads=1)

@@ -4,35 +4,27 @@ On a GPU what fits into a share of its memory stays there, so that learning a la
 host memory up to a budget of bytes, page-locked beside a GPU; beyond that a file for each value in a temporary
 folder. Whatever the place, a value is asked for by node and batch and comes to the walk's device, whole, in one
 transfer; it stays at hand until another batch of its node is asked for. A tensor of a walk changes its device here.
-
-Folders of processes that were killed are removed by the next that needs one.
 """
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
 from qtool.system.devices import memory_free
-
-try:
-    import fcntl
-except ImportError:  # Windows has none: what a killed process left stays there
-    fcntl = None  # type: ignore[assignment]
+from qtool.system.temporary import Folder
 
 CPU = torch.device("cpu")
 BUDGET = 2**30
 """Bytes of layer inputs that are held in host memory; what is beyond them is written to files."""
 SHARE = 0.3
 """How much of a GPU's free memory each of the two walks of a reconstruction may fill."""
-_PREFIX = "qtool-walk-"
 
 
 class Store:
@@ -45,8 +37,7 @@ class Store:
         self._memory: dict[Node, dict[int, Any]] = {}
         self._files: dict[Node, dict[int, Path]] = {}
         self._last: dict[Node, tuple[int, Tensor]] = {}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._lock: IO[str] | None = None
+        self._folder: Folder | None = None
 
     def put(self, node: Node, index: int, value: Any) -> None:
         """Stores a value in place of an earlier one; a tensor that fits nowhere else goes to a file."""
@@ -98,19 +89,14 @@ class Store:
         self._memory.clear()
         self._last.clear()
         self._files.clear()
-        if self._folder is not None and self._lock is not None:
-            self._lock.close()
-            self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.close()
             self._folder = None
 
     def _write(self, value: Tensor) -> Path:
         if self._folder is None:
-            _sweep()
-            self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
-            self._lock = Path(self._folder.name, "lock").open("w")  # noqa: SIM115 - held until close
-            if fcntl is not None:
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-        descriptor, name = tempfile.mkstemp(dir=self._folder.name, suffix=".pt")
+            self._folder = Folder("walk")
+        descriptor, name = tempfile.mkstemp(dir=self._folder.path, suffix=".pt")
         with open(descriptor, "wb") as file:
             torch.save(value.to(CPU).clone(), file)
         return Path(name)
@@ -121,14 +107,3 @@ def _moved(value: Tensor, device: torch.device) -> Tensor:
     if device != CPU or not value.is_cuda:
         return value.to(device)
     return torch.empty_like(value, device=CPU, pin_memory=True).copy_(value)
-
-
-def _sweep() -> None:
-    """Removes the folders of walks whose process was killed: nobody holds their lock any more."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/lock") if fcntl is not None else ():
-        try:
-            with path.open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path.parent, ignore_errors=True)
-        except OSError:
-            continue  # held, or another user's

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 from pathlib import Path
 
@@ -59,19 +58,6 @@ def test_a_budget_of_nothing_spools_every_value_and_leaves_no_file(
         for found, batch in zip(walk.output(), batches, strict=True):
             assert torch.equal(next(tensors(found)), graph(batch))
     assert not list(tmp_path.iterdir())
-
-
-def test_what_a_killed_walk_left_is_removed_by_the_next_that_spools(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in ("qtool-walk-dead", "qtool-walk-alive"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "lock").touch()
-    with (tmp_path / "qtool-walk-alive" / "lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        walked(float_form(nn.Linear(3, 3), torch.randn(2, 3)), [torch.randn(2, 3)], budget=0)
-    assert [path.name for path in tmp_path.iterdir()] == ["qtool-walk-alive"]
 
 
 class Count(TorchDispatchMode):
