@@ -33,6 +33,7 @@ from qtool.graphs.edits import drop_unused, owner
 from qtool.graphs.operators import CONVOLUTIONS
 from qtool.graphs.programs import FIXED_SIZE, as_graph, line_of, of_unknown_class, to_program
 from qtool.graphs.shapes import input_values, open_axes
+from qtool.graphs.structures import foreign
 from qtool.models.specs import capturable, modes_kept
 from qtool.nested import call, map_tensors, misnamed, tensors
 from qtool.quantization.capturing.conditions import guards_of, of_batches
@@ -80,7 +81,7 @@ def capture(
         try:
             for norm in averages:
                 norm.momentum = DEFAULT_MOMENTUM
-            with quiet_export(), _masks_unread(), _no_hook_left():
+            with quiet_export(), _masks_unread():
                 program = to_program(model, example, axes)
         except Exception as error:
             _require_float32(parameters)
@@ -129,18 +130,6 @@ def _masks_unread() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _no_hook_left() -> Iterator[None]:
-    """torch 2.11 leaves a hook where it refuses a model, by which that model takes no tensor as a buffer any more."""
-    hooks = torch.nn.modules.module._global_buffer_registration_hooks
-    before = set(hooks)
-    try:
-        yield
-    finally:
-        for left in hooks.keys() - before:
-            del hooks[left]
-
-
 def set_modes(model: nn.Module, *, train: bool, norms: bool = True) -> None:
     """Evaluation mode; with ``train`` dropout is in training mode all the same, and with ``norms`` batch-norm."""
     live = (*NORM_LAYERS, *DROPOUT_LAYERS) if norms else DROPOUT_LAYERS
@@ -163,6 +152,11 @@ def _require_open(graph_module: GraphModule, axis: int) -> None:
 
 def _require_tensors(model: nn.Module, graph_module: GraphModule) -> None:
     (result,) = (node for node in graph_module.graph.nodes if node.op == "output")
+    if kind := foreign(graph_module.graph._codegen.pytree_info.out_spec):  # type: ignore[attr-defined]
+        raise QtoolError(
+            f"model '{type(model).__name__}'", "outputs in tuples, lists, dicts, named tuples or dataclasses",
+            f"a {kind}", "return its tensors in one of those, in a module around the model",
+        )  # fmt: skip
     given = {value.dtype for value in input_values(graph_module.graph).values()}  # of which the first call tells
     for leaf in pytree.tree_leaves(result.args[0]):
         if leaf is not None and not (isinstance(leaf, Node) and isinstance(leaf.meta.get("val"), Tensor)):

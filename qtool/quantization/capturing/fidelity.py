@@ -30,7 +30,7 @@ from qtool.errors import QtoolError, UsageError
 from qtool.evaluate import sqnr_db
 from qtool.forward import passes_told
 from qtool.graphs.shapes import input_values, open_axes
-from qtool.graphs.structures import foreign, quiet_pytree
+from qtool.graphs.structures import quiet_pytree
 from qtool.models.specs import capturable, modes_kept, shortcut
 from qtool.nested import call, map_tensors, num_samples, repeated, samples_of, tensors
 from qtool.quantization.capturing.conditions import broken, resized
@@ -53,7 +53,6 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
 
     Where nothing can be compared, the reason is added to the notes in the graph's ``meta``.
     """
-    _require_plain_outputs(graph, model)
     few = samples_of(example, 0, SAMPLES) if graph.meta.get("any_batch") else example
     if few is example:
         _require_single(model, example)
@@ -77,16 +76,6 @@ def require_faithful(graph: GraphModule, model: nn.Module, example: Any) -> None
         f"model '{type(model).__name__}'", f"a captured graph that computes what it does, to {LEAST_DB:.0f} dB",
         f"{least:.1f} dB on {many(num_samples(few), 'sample')}", "report this model: the capture changed its meaning",
     )  # fmt: skip
-
-
-def _require_plain_outputs(graph: GraphModule, model: nn.Module) -> None:
-    """Raises QtoolError where outputs are in what is compared with nothing: a class that is registered with torch."""
-    info = getattr(graph.graph._codegen, "pytree_info", None)
-    if info and (kind := foreign(info.out_spec)):
-        raise QtoolError(
-            f"model '{type(model).__name__}'", "outputs in tuples, lists, dicts, named tuples or dataclasses",
-            f"a {kind}", "return its tensors in one of those, in a module around the model",
-        )  # fmt: skip
 
 
 def _wanted(model: nn.Module, few: Any, example: Any) -> list[Tensor]:
