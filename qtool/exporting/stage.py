@@ -26,12 +26,11 @@ from qtool.exporting.gates.gate import Gate
 from qtool.exporting.gates.other_sizes import OtherSizes
 from qtool.exporting.gates.saturation import saturation, saturation_in_openvino
 from qtool.exporting.gates.size import size
-from qtool.exporting.passes import int4
 from qtool.exporting.reference.integer_reference import IntegerReference
-from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, save
+from qtool.exporting.to_onnx import default_opset, float_to_onnx, quantized_to_onnx, require_opset, save
 from qtool.exporting.tuning import require_timed
 from qtool.form import Plan, QuantizedModel
-from qtool.graphs.structures import written
+from qtool.graphs.structures import outputs_of, written
 from qtool.nested import micro_batches
 from qtool.recipe import ExportConfig
 from qtool.runtimes.onnx_notes import OUTPUTS, asks_for_exact_sums
@@ -96,8 +95,7 @@ def rehearse(float_graph: GraphModule, example: Any, plan: Plan, config: ExportC
     if config.tune:
         require_timed(plan)
     opset = config.opset or default_opset(plan)
-    if any(unit.weight_bits == 4 for unit in plan.units):
-        int4.require(opset)
+    require_opset(plan, opset)
     float_to_onnx(float_graph, example, opset, plan.target)
 
 
@@ -132,8 +130,9 @@ def _export(
 def _metadata(quantized: QuantizedModel, opset: int, metadata: Mapping[str, Any]) -> dict[str, str]:
     own = {"version": __version__, "target": quantized.plan.target, "opset": str(opset)}
     told = {key: json.dumps(value, ensure_ascii=False) for key, value in metadata.items()}
-    packed_in = written(quantized(quantized.example))
-    return {f"qtool.{key}": value for key, value in {**own, **told}.items()} | {OUTPUTS: packed_in}
+    return {f"qtool.{key}": value for key, value in {**own, **told}.items()} | {
+        OUTPUTS: written(outputs_of(quantized.graph))
+    }
 
 
 def _few(quantized: QuantizedModel, samples: Iterable[Any] | None) -> list[Any]:

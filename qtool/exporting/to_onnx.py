@@ -118,6 +118,8 @@ QUICK: dict[str, tuple[Pass, ...]] = {
 """What gives integer layers, once it is settled which these are, the form that a target's kernels are quick with."""
 LAST: dict[str, tuple[Pass, ...]] = {"ort-cpu": (exact_sums.apply,)}
 """What makes of a finished file, and says in it, how a target's runtime is to open it."""
+NUMBERS_OPSET = 21
+"""From it on ONNX knows weights in 4 bits, and a scale for each block of inputs."""
 BLOCK_PRODUCTS: dict[str, Callable[[ir.Model, Collection[str]], int]] = {
     "ort-cpu": block_products.apply, "openvino": block_products.join_groups,
 }  # fmt: skip
@@ -126,8 +128,20 @@ BLOCK_PRODUCTS: dict[str, Callable[[ir.Model, Collection[str]], int]] = {
 
 def default_opset(plan: Plan) -> int:
     """What the target's runtime does best with, and that knows the numbers that the plan stores."""
-    newest = any(unit.weight_bits == 4 or unit.block for unit in plan.units)
-    return max(OPSETS[plan.target], int4.LEAST_OPSET if newest else 0)
+    return max(OPSETS[plan.target], NUMBERS_OPSET if _new_numbers(plan) else 0)
+
+
+def require_opset(plan: Plan, opset: int) -> None:
+    """Raises UsageError for an opset that does not know the numbers that the plan stores."""
+    if opset < NUMBERS_OPSET and (what := _new_numbers(plan)):
+        raise UsageError("--opset", f"{NUMBERS_OPSET} or more for {what}", str(opset), "leave --opset out")
+
+
+def _new_numbers(plan: Plan) -> str | None:
+    """What a plan stores that not all opsets know, if anything."""
+    if any(unit.weight_bits == 4 for unit in plan.units):
+        return "4-bit weights"
+    return "scales of groups" if any(unit.block for unit in plan.units) else None
 
 
 def float_to_onnx(graph: GraphModule, example: Any, opset: int, target: str = "ort-cpu") -> ir.Model:
@@ -146,6 +160,7 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
     Its QuantizeLinear nodes stand in the order of the graph's quantize nodes and are named after the same
     units. Raises QtoolError when an operator has no ONNX form, or when the quantizers do not correspond.
     """
+    require_opset(quantized.plan, opset)
     model, units, outputs = _translate(quantized.graph, quantized.example, opset)
     wanted = [unit_of(node) for node in quantize_nodes(quantized.graph)]
     found = [units.get(node.outputs[0].name or "") for node in model.graph if node.op_type == names.QUANTIZE]
@@ -165,8 +180,6 @@ def quantized_to_onnx(quantized: QuantizedModel, opset: int) -> ir.Model:
             str(opset), "leave --opset out",
         )  # fmt: skip
     four_bits = {unit.name: unit.integer for unit in quantized.plan.units if unit.weight_bits == 4}
-    if four_bits:
-        int4.require(opset)
     int4.apply(model, {name for name, integer in four_bits.items() if not integer})
     stored.apply(model, {unit.name for unit in quantized.plan.float_units if unit.weight_bits and not unit.block})
     metadata.strip(model)

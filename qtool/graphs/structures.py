@@ -20,6 +20,7 @@ from dataclasses import fields, is_dataclass, make_dataclass
 from typing import Any
 
 import torch
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from qtool.errors import QtoolError
@@ -54,6 +55,14 @@ def written(value: Any) -> str:
     _name_types(spec)
     others = {str(index): leaf for index, leaf in enumerate(found) if not isinstance(leaf, torch.Tensor)}
     return json.dumps({"spec": pytree.treespec_dumps(spec), "others": others})
+
+
+def outputs_of(graph: GraphModule) -> Any:
+    """What a captured graph gives: its containers, and an empty tensor for each of its tensors."""
+    given = pytree.tree_leaves(graph.graph.output_node().args[0])
+    codegen: Any = graph.graph._codegen
+    empty = [torch.empty(0) if isinstance(leaf, Node) else leaf for leaf in given]
+    return pytree.tree_unflatten(empty, codegen.pytree_info.out_spec)
 
 
 def read(structure: str) -> Any:

@@ -123,7 +123,7 @@ def _scores(task: Task | None, files: Mapping[str, Path], run: Path | None = Non
 
 def _structure(files: Mapping[str, Path], run: Path | None) -> Any:
     """What a model's outputs are packed in: as one of its files tells, or else as the quantized model in ``run``."""
-    from qtool.graphs.structures import read
+    from qtool.graphs.structures import outputs_of, read
     from qtool.runtimes.onnx_notes import OUTPUTS, metadata
     from qtool.stages.quantization import load_quantized
 
@@ -132,8 +132,7 @@ def _structure(files: Mapping[str, Path], run: Path | None) -> Any:
             return read(told)
     if run is None or not has_result(run, "quantize"):
         return None
-    model = load_quantized(run)
-    return model(model.example)
+    return outputs_of(load_quantized(run).graph)
 
 
 def measured(run: Path, config: BenchmarkConfig, tell: Callable[[str], None] = lambda text: None) -> bool:

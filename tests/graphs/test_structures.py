@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from qtool.errors import QtoolError
 from qtool.graphs.programs import as_graph, to_program
 from qtool.graphs.pt2_files import load_program, save_program
-from qtool.graphs.structures import know_dataclasses, know_types, read, written
+from qtool.graphs.structures import know_dataclasses, know_types, outputs_of, read, written
 
 
 class Found(NamedTuple):
@@ -86,6 +86,15 @@ def test_a_structure_that_is_written_is_read_with_what_is_no_tensor_in_it() -> N
     assert isinstance(found.hidden["first"], Tensor)
     alike, _ = read(stored.replace(":Heads:", ":Else:"))
     assert (type(alike).__name__, alike.loss) == ("Else", None)
+
+
+def test_what_a_graph_gives_is_told_without_running_it() -> None:
+    know_dataclasses(Heads(torch.ones(1), {}))
+    x = torch.randn(2, 3)
+    graph = as_graph(to_program(TwoHeads(), x))
+    wanted, found = (pytree.tree_flatten(value) for value in (graph(x), outputs_of(graph)))
+    assert found[1] == wanted[1]
+    assert [type(leaf) for leaf in found[0]] == [type(leaf) for leaf in wanted[0]] == [Tensor, Tensor]
 
 
 def test_types_of_transformers_are_imported_and_no_other_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from qtool.errors import UsageError
 from qtool.exporting.passes import clips_apart
 from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.parts import constant, dequantized, dequantizer_of, layer_unit
 
 DEQUANTIZE = "DequantizeLinear"
-LEAST_OPSET = 21
-"""That knows ``block_size``."""
 
 
 def apply(model: ir.Model, units: Collection[str]) -> int:
@@ -116,8 +113,6 @@ def _set_apart(model: ir.Model, layers: list[ir.Node]) -> None:
 
 def _join_groups(model: ir.Model, weight: ir.Value, source: ir.Node, layers: list[ir.Node]) -> None:
     """Stores rows of groups as one matrix, inputs × outputs, with a scale for each block of inputs."""
-    if (opset := model.opset_imports[""]) < LEAST_OPSET:
-        raise UsageError("--opset", f"{LEAST_OPSET} or more for scales of groups", str(opset), "leave --opset out")
     _own(model, source, 0)
     _own(model, source, 1)
     (rows, scale), reshape = source.inputs[:2], weight.producer()

@@ -13,17 +13,8 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from qtool.errors import UsageError
 from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.parts import dequantizer_of, layer_unit
-
-LEAST_OPSET = 21
-
-
-def require(opset: int) -> None:
-    """Raises UsageError for an opset without INT4."""
-    if opset < LEAST_OPSET:
-        raise UsageError("--opset", f"{LEAST_OPSET} or more for 4-bit weights", str(opset), "leave --opset out")
 
 
 def apply(model: ir.Model, units: Collection[str], *, widened: bool = False) -> int:
