@@ -71,7 +71,8 @@ def describe_run(place: Path) -> dict[str, Any]:
             found[stage] = read_result(place, stage, verify=False, stale=True)
     notes = outdated({stage: found[stage] for stage in STAGES if stage in found}, place)
     try:
-        found |= {"contract": outcome} if (outcome := refused(place)) else {}
+        if outcome := refused(place):
+            found["contract"] = outcome
     except QtoolError as error:
         notes.append(str(error))
     if plan := found.get("export", found.get("quantize", {})).get("plan"):

@@ -223,25 +223,26 @@ def open_float(
             raise UsageError("argument 'weights'", "none beside a run directory", str(weights), "leave one of them out")
         own = None if task == "classification" else task
         recalled = recall_float(Path(str(model)), trust=trust, data=data, task=own, **options)
-        _require_float(recalled.model)
+        _require_float(recalled.model, _is_of_torch_ao)
         return recalled, Path(str(model))
     require_model(model)
-    _require_float(model)
+    _require_float(model, _is_of_torch_ao)
     if weights and not isinstance(model, str):
         model = copied(_module(model), {})  # the caller's own is left as it was
     source = open_source(model, data, task, weights, **options)
-    _require_float(source.model)
+    _require_float(source.model, _is_of_torch_ao)
     return dataclasses.replace(source, model=_in_host_memory(source.model)), None
 
 
-def _require_float(model: Any, is_other: Callable[[type], bool] | None = None) -> None:
-    """Raises UsageError for torch.ao's observers and quantized modules, which are no layers, or for the kind told, and
-    for torchao's weights, which are no numbers that a gradient or a capture reads.
+def _require_float(model: Any, is_other: Callable[[type], bool]) -> None:
+    """Raises UsageError for modules of torch.ao's that ``is_other`` finds, which are no layers, and torchao's weights.
+
+    Those are no numbers that a gradient or a capture reads.
     """
     where, expected = "argument 'model'", "a float model"
     modules = dict(model.named_modules()) if hasattr(model, "named_modules") else {}
     for path, module in modules.items():
-        if any(map(is_other or _is_of_torch_ao, type(module).__mro__)):
+        if any(map(is_other, type(module).__mro__)):
             raise UsageError(
                 where, expected, f"one that torch.ao prepared or converted: '{path}' is a {type(module).__name__}",
                 "pass the float model, or this one to qtool.export",
