@@ -24,7 +24,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem, get_completion_class
 
-from qtool.artifacts import finite, read_result
+from qtool.artifacts import read_result
 from qtool.errors import ContractError, QtoolError, QtoolWarning, one_line, warning_line
 from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
 from qtool.options import flag, make
@@ -39,6 +39,7 @@ from qtool.recipe import (
 )
 from qtool.recipe_files import recipe_names
 from qtool.system.control_groups import bound_cores, usable_cores
+from qtool.system.json_files import finite
 from qtool.version import __version__
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

@@ -27,7 +27,6 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 import click
 from click.core import ParameterSource
 
-from qtool.artifacts import NO_ROOM, finite
 from qtool.errors import (
     FAILED_COMPILERS,
     ContractError,
@@ -39,6 +38,8 @@ from qtool.errors import (
     says_that_another_ended,
 )
 from qtool.options import accepted, check, flag, inner_type, nearest_option
+from qtool.system.files import NO_ROOM
+from qtool.system.json_files import finite
 from qtool.system.signals import Ended, interrupt_behind, interrupting
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

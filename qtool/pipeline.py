@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import STAGES, atomic_path, has_result, path_of, write_json
+from qtool.artifacts import STAGES, has_result
 from qtool.errors import ContractError, UsageError, kind_of
 from qtool.recipe import QatConfig, QuantizeConfig, Recipe
 from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_recipe, to_toml
@@ -33,6 +33,8 @@ from qtool.stages.benchmarking import measured, require_use
 from qtool.stages.common import Progress, folder_of, run_of, teller, writable
 from qtool.stages.quantization import may_train, require_options
 from qtool.stages.rehearsal import rehearse
+from qtool.system.files import atomic_path, path_of
+from qtool.system.json_files import write_json
 
 if TYPE_CHECKING:
     from qtool.exporting.stage import ExportResult

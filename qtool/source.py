@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qtool.artifacts import has_result, read_result, require_nameable, sha256_of
+from qtool.artifacts import has_result, read_result
 from qtool.data import labels
 from qtool.data.given import labelled, require_batches
 from qtool.errors import QtoolError, UsageError, kind_of, nearest, one_line
 from qtool.factories import PRETRAINED, anchored, is_factory
+from qtool.system.files import require_nameable, sha256_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,8 +1,9 @@
-"""A run that is stopped behind a step, for tests of what goes on from there."""
+"""A run that is stopped behind a step, and a writer half way, for tests of what goes on from there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -18,3 +19,9 @@ def stop_after(step: int) -> Callable[[Any], None]:
             raise Stop
 
     return report
+
+
+def fail_after_writing(path: Path) -> None:
+    """A writer that is stopped half way."""
+    path.write_text("half")
+    raise RuntimeError

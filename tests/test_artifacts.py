@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
-import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,36 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from stopped import fail_after_writing
 
 from qtool import artifacts
-from qtool.artifacts import (
-    atomic_path,
-    finite,
-    from_json,
-    has_result,
-    mark_stale,
-    output_path,
-    pending,
-    read_result,
-    require_writable,
-    settle,
-    sha256_of,
-    staging,
-    write_json,
-    write_result,
-)
-from qtool.errors import QtoolError, UsageError
-from qtool.memory.formats import numerics
+from qtool.artifacts import has_result, mark_stale, output_path, pending, read_result, settle, staging, write_result
+from qtool.errors import QtoolError
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(artifacts.__file__).parents[1])}
-TEXT = st.text(st.characters(exclude_categories=["Cs"]))
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
-)
 
 
 def commit(run: Path, files: Mapping[str, str], stage: str = "train", **extra: Any) -> dict[str, Any]:
@@ -60,12 +34,6 @@ def commit(run: Path, files: Mapping[str, str], stage: str = "train", **extra: A
             outputs[name] = folder / f"{name}.txt"
             outputs[name].write_text(text)
         return write_result(run, stage, config={"a": 1}, inputs={"x": "y"}, outputs=outputs, metrics={}, extra=extra)
-
-
-def fail_after_writing(path: Path) -> None:
-    """A writer that is stopped half way."""
-    path.write_text("half")
-    raise RuntimeError
 
 
 def test_a_committed_stage_reads_back(tmp_path: Path) -> None:
@@ -287,22 +255,6 @@ def test_moves_that_fail_can_be_finished(tmp_path: Path, monkeypatch: pytest.Mon
     assert read_result(tmp_path, "train")["outputs"]["a"]["sha256"] == hashlib.sha256(b"new").hexdigest()
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "report.html", "net.int8.pt2"])
-def test_a_new_folder_is_not_named_as_a_file(name: str, tmp_path: Path) -> None:
-    stem = tmp_path / name.rpartition(".")[0]
-    with pytest.raises(UsageError, match=f"that of a file; name it '{re.escape(str(stem))}', say"):
-        require_writable(tmp_path / name)
-    (tmp_path / name).mkdir()
-    require_writable(tmp_path / name)  # one that is there is the user's own choice
-    require_writable(tmp_path / "resnet50.v1")
-
-
-def test_a_full_disk_names_the_file_that_did_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space") as caught, atomic_path(tmp_path / "a.bin"):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    assert caught.value.filename == str(tmp_path / "a.bin")
-
-
 DIE_WHILE_MOVING = """
 import os, sys
 from functools import partial
@@ -371,83 +323,6 @@ def test_sigkill_at_any_moment_leaves_a_whole_artifact(tmp_path: Path) -> None:
         result = read_result(tmp_path, "train")
         contents = {p.read_text()[: len(str(result["config"].get("n", "")))] for p in tmp_path.glob("[abc]")}
         assert contents <= {str(result["config"].get("n"))}
-
-
-def test_an_atomic_write_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("old")
-    with pytest.raises(RuntimeError), atomic_path(path) as temporary:
-        fail_after_writing(temporary)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_an_atomic_write_keeps_the_suffix_and_honours_the_umask(
-    told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, before, asked = tmp_path / "deep" / "a.onnx", os.umask(0o027), list[int]()
-    real, read = os.umask, Path.read_text
-    monkeypatch.setattr(os, "umask", lambda mask: asked.append(mask) or real(mask))
-    if not told:
-        monkeypatch.setattr(Path, "read_text", lambda file: "" if str(file) == "/proc/self/status" else read(file))
-    try:
-        with atomic_path(path) as temporary:
-            assert temporary.suffix == ".onnx"
-            temporary.write_text("new")
-    finally:
-        mask = real(before)
-    assert mask == 0o027
-    assert path.stat().st_mode & 0o777 == 0o640
-    assert not asked or not told or sys.platform != "linux", "files of other threads would have had other rights"
-
-
-def test_temporary_files_of_dead_processes_are_swept_and_of_living_ones_are_not(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    left, kept = tmp_path / f".a-{dead.pid}-xyz.txt", tmp_path / f".a-{os.getppid()}-xyz.txt"
-    for path in (left, kept):
-        path.write_text("half")
-    with atomic_path(tmp_path / "a.txt") as temporary:
-        temporary.write_text("new")
-    assert not left.exists()
-    assert kept.exists()
-
-
-@given(PLAIN)
-def test_json_holds_any_plain_value_with_null_for_what_json_lacks(value: Any) -> None:
-    again = json.loads(json.dumps(finite(value), allow_nan=False))
-    assert again == finite(value)
-    assert not (isinstance(value, float) and not math.isfinite(value)) or again is None
-
-
-def test_json_is_written_atomically_as_utf8(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"µ": float("inf"), "t": (1, 2)})
-    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"µ": None, "t": [1, 2]}
-
-
-def test_an_infinite_sqnr_is_not_taken_for_one_that_was_not_measured() -> None:
-    found = {"units": [{"sqnr_db": math.inf, "kl": math.inf}, {"sqnr_db": None}, {"sqnr_db_torch": -math.inf}]}
-    text = json.dumps(finite(found), allow_nan=False)
-    assert json.loads(text)["units"][0] == {"sqnr_db": "Infinity", "kl": None}
-    assert from_json(text) == {"units": [{"sqnr_db": math.inf, "kl": None}, *found["units"][1:]]}
-    assert from_json('{"name": "Infinity", "sqnr_db": [1]}') == {"name": "Infinity", "sqnr_db": [1]}
-
-
-def test_what_overflows_a_format_is_told_from_what_it_has_no_number_for() -> None:
-    told = json.loads(json.dumps(finite(numerics(("-70000", "nan"))), allow_nan=False))
-    overflow, unknown = ({each["name"]: each["stored"] for each in value["stored"]} for value in told["values"])
-    assert (overflow["FP16"], overflow["FP8 e4m3"], overflow["INT8"]) == ("-Infinity", None, -128.0)
-    assert unknown["FP16"] is None
-
-
-def test_a_folders_hash_covers_names_and_contents(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("1")
-    first = sha256_of(tmp_path)
-    (tmp_path / "a").rename(tmp_path / "b")
-    renamed = sha256_of(tmp_path)
-    (tmp_path / "b").write_text("2")
-    assert len({first, renamed, sha256_of(tmp_path)}) == 3
 
 
 def test_settling_without_a_commit_point_changes_nothing(tmp_path: Path) -> None:

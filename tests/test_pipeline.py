@@ -17,12 +17,14 @@ from torch import nn
 
 import qtool
 from qtool import pipeline
-from qtool.artifacts import finite, read_result, sha256_of, write_json
+from qtool.artifacts import read_result
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.recipe import BenchmarkConfig, Recipe
 from qtool.recipe_files import load_recipe
 from qtool.reporting.page import report
 from qtool.stages.benchmarking import measured
+from qtool.system.files import sha256_of
+from qtool.system.json_files import finite, write_json
 
 VARIANT = {
     "float.pt2", "int8.pt2", "ranges.json", "quantize.json", "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx",

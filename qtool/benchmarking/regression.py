@@ -29,9 +29,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import from_json
 from qtool.errors import ContractError, QtoolError, require_file
 from qtool.stored import EACH, fault_of, is_decibels, is_number, is_text
+from qtool.system.json_files import from_json
 from qtool.units import many
 
 Entry = Mapping[str, Any]

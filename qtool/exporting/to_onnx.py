@@ -25,7 +25,6 @@ import onnx_ir as ir
 import torch
 from torch.fx import GraphModule
 
-from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.exporting import onnx_file
 from qtool.exporting.exporter import distinct_quantizers, exact_constants, quicker
@@ -80,6 +79,7 @@ from qtool.form import Plan, QuantizedModel, quantize_nodes, unit_of
 from qtool.graphs.programs import line_of, program_of
 from qtool.graphs.recurrent import whole_sequences
 from qtool.graphs.structures import output_names
+from qtool.system.files import atomic_path
 
 NO_BARE_MOVES = 20
 """The last opset in which ONNX Runtime 1.31 opens a file whose int8 values are moved without a pair of their own."""

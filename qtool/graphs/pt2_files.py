@@ -36,11 +36,11 @@ from unittest import mock
 
 import torch
 
-from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, one_line
 from qtool.graphs import lstm, pixels  # noqa: F401 - they register torch.ops.qtool
 from qtool.graphs.structures import know_types, name_types
 from qtool.system import allocator
+from qtool.system.files import atomic_path
 from qtool.system.turns import taking_turns
 
 try:  # registers torch.ops.quantized_decomposed, which a file's operators are looked up in

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from qtool.artifacts import has_result, output_path, path_of, read_result
+from qtool.artifacts import has_result, output_path, read_result
 from qtool.errors import QtoolError, UsageError, kind_of, nearest, one_line, unreadable
 from qtool.factories import PRETRAINED, is_factory, load_factory
 from qtool.masks import is_finite, masks
@@ -46,6 +46,7 @@ from qtool.models.materialise import OTHER_WEIGHTS, WHERE, Target, create
 from qtool.models.nets import mobilenet, resnet
 from qtool.models.vit import vit_l_16
 from qtool.nested import NARROW
+from qtool.system.files import path_of
 from qtool.system.turns import shared
 from qtool.units import few
 

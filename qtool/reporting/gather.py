@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import STAGES, from_json, has_result, read_result
+from qtool.artifacts import STAGES, has_result, read_result
 from qtool.errors import QtoolError, unreadable
 from qtool.lineage import outdated, superseded
 from qtool.source import require_run_directory
+from qtool.system.json_files import from_json
 
 PLAIN = ("config", "metrics", "contract", "memory", "stale")
 """What of a result goes into the plain report."""

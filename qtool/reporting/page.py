@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import atomic_path, require_writable, write_json
 from qtool.reporting import sections, variants
 from qtool.reporting.chosen import chosen_markdown
 from qtool.reporting.contracts import contract_markdown
@@ -19,6 +18,8 @@ from qtool.reporting.gather import Run, gather, plain
 from qtool.reporting.markdown import escaped
 from qtool.reporting.markup import Markup, el
 from qtool.reporting.tables import markdown
+from qtool.system.files import atomic_path, require_writable
+from qtool.system.json_files import write_json
 from qtool.version import __version__
 
 STYLE = """

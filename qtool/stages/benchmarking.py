@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import earlier, has_result, named, output_path, read_result, sha256_of, staging, write_result
+from qtool.artifacts import earlier, has_result, output_path, read_result, staging, write_result
 from qtool.data.given import pairs_of
 from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.lineage import superseded
@@ -15,6 +15,7 @@ from qtool.recipe import VARIANTS, BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, open_task, recall_source, recall_task, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, finished, run_of, teller, writable
 from qtool.stages.surroundings import apart
+from qtool.system.files import named, sha256_of
 
 if TYPE_CHECKING:
     from qtool.benchmarking.accuracy import Scores

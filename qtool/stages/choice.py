@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import write_json
 from qtool.recipe import TrainConfig, as_dict
+from qtool.system.json_files import write_json
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qtool.artifacts import alone, earlier, output_path, path_of, require_writable
+from qtool.artifacts import alone, earlier, output_path
 from qtool.data.calibration_data import draw
 from qtool.data.given import inputs_of, pairs_of
 from qtool.errors import QtoolError, UsageError, kind_of
@@ -20,6 +20,7 @@ from qtool.options import argument, make, require_config
 from qtool.recipe import QuantizeConfig
 from qtool.source import UNIDENTIFIED, Source
 from qtool.stages.surroundings import Parameters, Result, apart, exact
+from qtool.system.files import path_of, require_writable
 from qtool.system.quiet import bar_console
 from qtool.system.turns import taking_turns
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import mark_stale, write_json
+from qtool.artifacts import mark_stale
 from qtool.data.calibration_data import sample_hashes
 from qtool.data.given import labelled, pairs_of
 from qtool.errors import ContractError, QtoolError, UsageError
@@ -30,6 +30,7 @@ from qtool.source import CLOSEST, Source, state_hash
 from qtool.stages.common import example_of
 from qtool.stages.cost import Cost
 from qtool.stages.sensitivity import Measurement
+from qtool.system.json_files import write_json
 from qtool.units import MIB, many
 
 if TYPE_CHECKING:

@@ -21,12 +21,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from qtool.artifacts import atomic_path, write_json
 from qtool.errors import QtoolError, UsageError, nearest, one_line
 from qtool.options import make
 from qtool.recipe import TrainConfig, as_dict
 from qtool.stages.common import AnyPath, Progress, teller, writable
 from qtool.stages.memory import predict_memory, require_named, trained
+from qtool.system.files import atomic_path
+from qtool.system.json_files import write_json
 from qtool.system.machine import environment
 
 DEFAULT: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import path_of, read_result, sha256_of, staging, write_json, write_result
+from qtool.artifacts import read_result, staging, write_result
 from qtool.data import calibration_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.lineage import content_of
@@ -42,6 +42,8 @@ from qtool.stages.common import (
 )
 from qtool.stages.contract import Make, forget, fulfil
 from qtool.stages.sensitivity import measured_before
+from qtool.system.files import path_of, sha256_of
+from qtool.system.json_files import write_json
 from qtool.units import many
 
 if TYPE_CHECKING:

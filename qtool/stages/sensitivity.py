@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import finite, from_json, has_result, read_result, write_json
+from qtool.artifacts import has_result, read_result
 from qtool.data.calibration_data import sample_hashes
 from qtool.errors import QtoolError, UsageError, unreadable
 from qtool.options import argument, check, documented, make
@@ -36,6 +36,7 @@ from qtool.stages.common import (
     writable,
 )
 from qtool.stored import EACH, fault_of, is_decibels, is_number, is_text
+from qtool.system.json_files import finite, from_json, write_json
 from qtool.units import many
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import atomic_path, output_path, read_result, staging, write_json, write_result
+from qtool.artifacts import output_path, read_result, staging, write_result
 from qtool.errors import OutOfMemory, QtoolError, UsageError, kind_of
 from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
@@ -30,6 +30,8 @@ from qtool.stages.common import (
 )
 from qtool.stages.fitting import explained, fitted, gives_way, held, memory_ended, on_host
 from qtool.stages.surroundings import apart
+from qtool.system.files import atomic_path
+from qtool.system.json_files import write_json
 from qtool.system.machine import is_slow_in_bfloat16
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from qtool.artifacts import earlier, sha256_of
+from qtool.artifacts import earlier
 from qtool.recipe import ExportConfig
+from qtool.system.files import sha256_of
 from qtool.system.imports import imported
 from qtool.system.machine import cpu_info
 from qtool.system.temporary import Folder

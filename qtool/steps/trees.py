@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
 
-from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError, kind_of
 from qtool.nested import checksum
+from qtool.system.files import atomic_path
 
 _SUBCLASSES: dict[str, type[Tensor]] = {}
 

@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from qtool.artifacts import sha256_of
 from qtool.errors import QtoolError, QtoolWarning
 from qtool.steps.checkpoint import BEST, Files, clear, learned, take
 from qtool.steps.trees import load_tree, not_whole, save_tree
 from qtool.system import processes
+from qtool.system.files import sha256_of
 from qtool.training.block_states import cut_anew
 from qtool.training.local_shards import LocalShards, like
 

@@ -9,13 +9,13 @@ import onnx_files
 import pytest
 from onnx import helper
 
-from qtool.artifacts import write_json
 from qtool.benchmarking import stage
 from qtool.benchmarking.process import Worker
 from qtool.benchmarking.stage import benchmark
 from qtool.errors import QtoolError, UsageError
 from qtool.recipe import BenchmarkConfig
 from qtool.runtimes import ProviderError
+from qtool.system.json_files import write_json
 from qtool.units import many
 
 QUICK = BenchmarkConfig(seconds=0.0, batch_sizes=(4, 1))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qtool.artifacts import write_json
+from qtool.system.json_files import write_json
 
 
 def timing(

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from qtool.artifacts import write_json
 from qtool.reporting.chosen import chosen_markdown, chosen_rows, chosen_sentence
 from qtool.reporting.gather import gather
 from qtool.reporting.page import page, summary
 from qtool.reporting.terminal import train_lines
+from qtool.system.json_files import write_json
 
 MIB = 2**20
 MEMORY: dict[str, Any] = {

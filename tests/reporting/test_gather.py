@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from qtool.artifacts import pending, sha256_of
+from qtool.artifacts import pending
 from qtool.errors import QtoolError
 from qtool.reporting.gather import gather, plain
+from qtool.system.files import sha256_of
 
 
 def test_a_whole_run_has_its_training_and_its_variants(finished_run):

@@ -17,7 +17,7 @@ from command_line import in_process
 from torch import nn
 
 import qtool
-from qtool.artifacts import read_result, sha256_of
+from qtool.artifacts import read_result
 from qtool.data.specs import load_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization.contracts import search
@@ -26,6 +26,7 @@ from qtool.reporting.terminal import quantize_lines
 from qtool.source import require_run_directory
 from qtool.stages import load_quantized
 from qtool.steps import loop
+from qtool.system.files import sha256_of
 
 
 def plain_net() -> nn.Module:

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from qtool.artifacts import atomic_path
 from qtool.errors import QtoolError
 from qtool.models.specs import load_weights
 from qtool.steps import trees
+from qtool.system.files import atomic_path
 
 leaves = (
     st.none()

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtool.artifacts import write_json
 from qtool.models.materialise import Target, create
 from qtool.recipe import TrainConfig
 from qtool.steps.trees import save_tree
 from qtool.system import processes
+from qtool.system.json_files import write_json
 from qtool.tasks import load_task
 from qtool.training.stage import train
 from qtool.training.techniques import setup

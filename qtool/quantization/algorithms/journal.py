@@ -20,11 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qtool.artifacts import atomic_path
 from qtool.form import digest_tensor, graph_sha256
 from qtool.nested import tensors
 from qtool.quantization.algorithms.subject import Subject
 from qtool.steps.trees import write_tensors
+from qtool.system.files import atomic_path
 
 State = dict[str, Tensor]
 
