@@ -190,7 +190,7 @@ def _tell_beginning(source: Source, tell: Callable[[str], None]) -> None:
 
 def _tell_head(config: TrainConfig, source: Source, tell: Callable[[str], None]) -> None:
     """Says which module of a classifier answers as it did before the training, and at random if it is new."""
-    from qtool.training.lora import untrained_head
+    from qtool.training.lora_layers import untrained_head
 
     if config.lora is None or source.task.name != "classification":
         return

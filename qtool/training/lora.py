@@ -13,11 +13,7 @@ both are put together again before the merge.
 QLoRA (arXiv 2305.14314) keeps the frozen weights in 4 bits: see ``nf4``. What it merges into is what it trained with,
 the base rounded to NF4.
 
-Chosen by default is every linear layer within the model's repeated blocks, and where there are none every one but the
-last. Three kinds are no targets: a layer that shares its weights with another, as a head does with the embedding, or
-that is in several places itself, since a merge would change them all; layers inside ``nn.MultiheadAttention``, which
-takes their weights without calling them; and those whose class makes something else of their weights (normalises them,
-say), above which a correction is not the one that is merged.
+Which layers take one, and what is trained in full beside them, is in ``lora_layers``.
 
 A convolution's A is one like it, dilated and padded as it is, and B a 1×1 one; peft itself makes A without dilation and
 padded with zeros, and does so where it loads the adapters unmerged.
@@ -31,22 +27,18 @@ Left out on purpose: adapters of embeddings, of transposed and of grouped convol
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import _disable_current_modes
 
-from qtool.errors import OWN, QtoolError, QtoolWarning, UsageError, kind_of, nearest, one_line
+from qtool.errors import QtoolError, QtoolWarning, UsageError, one_line
 from qtool.models.materialise import fill
 from qtool.nested import NARROW
 from qtool.recipe import TrainConfig
@@ -55,10 +47,20 @@ from qtool.steps.setup import Setup
 from qtool.system import processes
 from qtool.system.imports import imported
 from qtool.training import nf4
-from qtool.training.checkpointing import blocks
+from qtool.training.lora_layers import (
+    CONVOLUTIONS,
+    adapted_layers,
+    layers,
+    learns,
+    outside,
+    require_low,
+    require_own,
+    targets,
+    trained_in_full,
+    usual_layers,
+)
 from qtool.units import few
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _REACH = ("dilation", "padding_mode", "_reversed_padding_repeated_twice")
 """What says which inputs a convolution reads, beside the size, stride and padding that peft copies."""
 TOLD = 0.1
@@ -95,12 +97,12 @@ def apply(setup: Setup, example: Any) -> None:
             "--lora", "layers that peft puts adapters to", one_line(error), "name others with --lora-targets"
         ) from error
     for name in full:
-        for parameter in filter(_learns, model.get_submodule(name).parameters()):
+        for parameter in filter(learns, model.get_submodule(name).parameters()):
             parameter.requires_grad_(True)
     setup.tell_unreached = partial(_tell_unreached, model)
     _begin(model, config.seed, setup.device)
     if config.lora_base == "nf4":
-        _quantize(model, {*chosen, *_outside(full, _usual(model, possible))})
+        _quantize(model, {*chosen, *outside(full, usual_layers(model, possible))})
     if config.strategy != "fsdp":
         fill(model)
 
@@ -110,31 +112,21 @@ def require(model: nn.Module, config: TrainConfig) -> None:
 
     A model that has adapters already is refused: those would be merged with the others.
     """
-    if (name := next((name for name, _ in _adapted(model)), None)) is not None:
+    if (name := next((name for name, _ in adapted_layers(model)), None)) is not None:
         raise UsageError(
             "--lora", "a model without adapters", f"one with them, at '{name}'",
             "leave --lora out, and they are trained as they are, or merge them first",
         )  # fmt: skip
     full = trained_in_full(model, config.lora_trained)
-    _require_own(model, full)
+    require_own(model, full)
     possible = layers(model)
-    _require_low(config, [possible[name] for name in targets(model, config.lora_targets, possible, full)])
+    require_low(config, [possible[name] for name in targets(model, config.lora_targets, possible, full)])
     _peft()
-
-
-def _require_low(config: TrainConfig, adapted: list[Any]) -> None:
-    """Raises UsageError where the rank is beyond every weight's own: more takes more numbers and can say no more."""
-    largest = max(min(len(layer.weight), layer.weight[0].numel()) for layer in adapted)
-    if config.lora is not None and config.lora > largest:
-        raise UsageError(
-            "--lora", f"a rank of at most {largest}, the most that a weight to adapt can have", str(config.lora),
-            f"lower it, to {min(8, largest)} for example, or leave it out and train the weights themselves",
-        )  # fmt: skip
 
 
 def _tell_unreached(model: nn.Module, names: list[str], when: str) -> None:
     """Tells of adapters, and of what is trained in full, that no gradient reached. Raises where all adapters are."""
-    adapted = [f"{name}." for name, _ in _adapted(model)]
+    adapted = [f"{name}." for name, _ in adapted_layers(model)]
     idle = [name[:-1] for name in adapted if any(other.startswith(f"{name}lora_") for other in names)]
     got = f"no gradient for {few(idle)} in {when}"
     why = "a layer whose weight other code reads, or that is passed by, is adapted in vain"
@@ -154,9 +146,9 @@ def _begin(model: nn.Module, seed: int, device: torch.device) -> None:
     Those of a model without memory yet are put where it will be.
     """
     generator = torch.Generator().manual_seed(seed)
-    for _, layer in _adapted(model):
+    for _, layer in adapted_layers(model):
         a, b = layer.lora_A[_NAME], layer.lora_B[_NAME]
-        if isinstance(a, _CONVOLUTIONS):
+        if isinstance(a, CONVOLUTIONS):
             vars(a).update({key: vars(layer.base_layer)[key] for key in _REACH})
         bound = a.weight[0].numel() ** -0.5
         for module, low, high in ((a, -bound, bound), (b, 0.0, 0.0)):
@@ -165,171 +157,12 @@ def _begin(model: nn.Module, seed: int, device: torch.device) -> None:
             module.weight = nn.Parameter(value.to(place, module.weight.dtype))
 
 
-def layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that can take an adapter, by name: linear ones, transformers' ``Conv1D``, ungrouped convolutions."""
-    places = (child for parent in model.modules() for child in parent._modules.values() if child is not None)
-    holders = Counter(id(value) for place in (model, *places) for value in place._parameters.values())
-    inside = {id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules()}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if _fits(module) and holders[id(module._parameters["weight"])] == 1 and id(module) not in inside
-    }
-
-
-def _fits(module: nn.Module) -> bool:
-    if module._parameters.get("weight") is None or is_parametrized(module):  # its bias may be
-        return False
-    plain = next((kind for kind in (nn.Linear, *_CONVOLUTIONS) if isinstance(module, kind)), None)
-    if plain is None:
-        return type(module).__name__ == "Conv1D"
-    return getattr(module, "groups", 1) == 1 and _computes_as(module, plain)
-
-
-@torch.no_grad()
-def _computes_as(module: Any, plain: Any) -> bool:
-    """Whether a layer whose class has a forward pass of its own gives what that of ``plain`` does: tried on noise."""
-    if type(module).forward is plain.forward:
-        return True
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        tried = copy.copy(module)
-        tried._parameters = {k: v if v is None else torch.randn(v.shape) for k, v in module._parameters.items()}
-        reach = zip(getattr(tried, "dilation", ()), tried.weight.shape[2:], strict=True)
-        noise = torch.randn(2, tried.weight.shape[1], *(step * taps + 2 for step, taps in reach))
-        try:
-            for tried.training in (True, False):
-                torch.testing.assert_close(type(module).forward(tried, noise), plain.forward(tried, noise))
-        except (*OWN, AssertionError):
-            return False
-    return True
-
-
-def targets(
-    model: nn.Module, wanted: tuple[str, ...] | None, possible: dict[str, nn.Module], full: Iterable[str] = ()
-) -> list[str]:
-    """The names of the layers to adapt: those that end in one of ``wanted``, or the default ones.
-
-    Layers within modules that are trained in full (``full``) are left out. Raises UsageError naming the first of
-    ``wanted`` that no layer ends in, with the names most like it, or that names only such as are left out.
-    """
-    if wanted is None:
-        return _default(model, possible, full)
-    found: list[str] = []
-    for target in wanted:
-        matching = [name for name in possible if f".{name}".endswith(f".{target}")]
-        if not matching:
-            ends = {name.rpartition(".")[2] for name in possible} | set(possible)
-            raise UsageError(
-                "--lora-targets", "the end of the name of a linear layer or ungrouped convolution",
-                _named(model, target),
-                nearest(target, ends if len(ends) < 40 else {name.rpartition(".")[2] for name in possible}),
-            )  # fmt: skip
-        if not (free := _outside(full, matching)):
-            raise UsageError(
-                "--lora-targets", "layers that are not trained in full", f"'{target}', which --lora-trained names too",
-                "name it in one of the two",
-            )  # fmt: skip
-        found += [name for name in free if name not in found]
-    return found
-
-
-def trained_in_full(model: nn.Module, wanted: tuple[str, ...] | None) -> list[str]:
-    """The names of the modules to train in full, none within another: those that end in one of ``wanted``.
-
-    Lists of modules, which are not called, are none. The same with adapters in the model as without. Raises UsageError
-    naming the first of ``wanted`` that no module ends in, and the names most like it.
-    """
-    if wanted is None:
-        return []
-    there = _outside([name for name, _ in _adapted(model)], (name for name, m in model.named_modules() if _trains(m)))
-    found: set[str] = set()
-    for target in wanted:
-        matching = [name for name in there if f".{name}".endswith(f".{target}")]
-        if not matching:
-            raise UsageError(
-                "--lora-trained", "the end of the name of a module with parameters", f"'{target}'",
-                nearest(target, {name.rpartition(".")[2] for name in there}),
-            )  # fmt: skip
-        found.update(matching)
-    return [name for name in there if name in found and not any(name.startswith(f"{other}.") for other in found)]
-
-
-def untrained_head(model: nn.Module, config: TrainConfig) -> str | None:
-    """The module that the model's last linear layer belongs to, where nothing of it is adapted or trained; or None."""
-    possible, full = layers(model), trained_in_full(model, config.lora_trained)
-    taken = [*blocks(model), *targets(model, config.lora_targets, possible, full), *full]
-    linear = [name for name, module in possible.items() if not isinstance(module, _CONVOLUTIONS)]
-    for last in _outside(taken, linear[-1:]):
-        parts = last.split(".")
-        for path in (".".join(parts[: depth + 1]) for depth in range(len(parts))):
-            beside = not any(f"{other}.".startswith(f"{path}.") for other in taken)
-            if beside and _trains(model.get_submodule(path)):
-                return path
-    return None
-
-
-def _trains(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and any(map(_learns, module.parameters()))
-
-
-def _learns(parameter: Tensor) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
-
-
-def _outside(modules: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that are neither one of ``modules`` nor within one, nor the whole model."""
-    inside = tuple(f"{module}." for module in modules)
-    return [name for name in names if name and not f"{name}.".startswith(inside)]
-
-
-def _require_own(model: nn.Module, full: list[str]) -> None:
-    """Raises UsageError where training one of the modules would change another, as a head changes its embedding."""
-    own = {id(p): name for name in full for p in model.get_submodule(name).parameters()}
-    modules = dict(model.named_modules())
-    for other in ("", *_outside(full, modules)):
-        for parameter in modules[other].parameters(recurse=False):
-            if id(parameter) in own:
-                raise UsageError(
-                    "--lora-trained", "modules that share no weights with others", f"'{own[id(parameter)]}', whose "
-                    f"weights are those of '{other}'", "name both, or leave it out",
-                )  # fmt: skip
-
-
-def _named(model: nn.Module, target: str) -> str:
-    """The target, and what of the model it names."""
-    kinds = [type(module).__name__ for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
-    return f"'{target}', {kinds[0]}, which takes no adapter" if kinds else f"'{target}'"
-
-
-def _usual(model: nn.Module, possible: dict[str, nn.Module]) -> list[str]:
-    linear = [name for name, module in possible.items() if not isinstance(module, _CONVOLUTIONS)]
-    repeated = tuple(f"{name}." for name in blocks(model))
-    return [name for name in linear if name.startswith(repeated)] if repeated else linear[:-1]
-
-
-def _default(model: nn.Module, possible: dict[str, nn.Module], full: Iterable[str]) -> list[str]:
-    usual = _usual(model, possible)
-    chosen = _outside(full, usual)
-    if usual and not chosen:
-        raise UsageError(
-            "--lora-trained", "a module beside the layers to adapt", "one that has all of them",
-            "name a smaller one, or leave --lora out and train all of it",
-        )  # fmt: skip
-    if not chosen:
-        raise UsageError(
-            "--lora", "a model with linear layers in repeated blocks", f"{kind_of(model)} without any",
-            "name layers with --lora-targets, or train all of it",
-        )  # fmt: skip
-    return chosen
-
-
 def adapter(model: nn.Module, config: TrainConfig) -> Adapter | None:
     """The adapters that are in ``model`` now, with what ``config`` trains in full beside them, or None.
 
     Of a sharded model all processes have to ask.
     """
-    found = dict(_adapted(model))
+    found = dict(adapted_layers(model))
     if not found:
         return None
     full = trained_in_full(model, config.lora_trained)
@@ -373,13 +206,9 @@ def _config(peft: Any, config: TrainConfig, model: nn.Module, chosen: list[str])
 def _exactly(model: nn.Module, names: list[str]) -> list[str] | str:
     """Names of layers for peft, which takes each whose name ends so; a pattern where that is more than those."""
     ends = tuple(f".{name}" for name in names)
-    if any(name.endswith(ends) for name in _outside(names, (n for n, _ in model.named_modules()))):
+    if any(name.endswith(ends) for name in outside(names, (n for n, _ in model.named_modules()))):
         return "|".join(map(re.escape, names))
     return names
-
-
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
 
 
 def _quantize(model: nn.Module, names: set[str]) -> None:
@@ -387,7 +216,7 @@ def _quantize(model: nn.Module, names: set[str]) -> None:
     for name in names:
         layer: Any = model.get_submodule(name)
         base = layer.base_layer if hasattr(layer, "lora_A") else layer
-        if isinstance(base, _CONVOLUTIONS):
+        if isinstance(base, CONVOLUTIONS):
             continue
         small = nf4.quantized(base)
         if base is layer:
@@ -400,7 +229,7 @@ def _quantize(model: nn.Module, names: set[str]) -> None:
 def _merge(model: nn.Module, trained: set[str]) -> None:
     """Puts the layers back where the adapters were, their corrections added, and lets them be trained again."""
     lost = added = 0.0
-    for name, layer in list(_adapted(model)):
+    for name, layer in list(adapted_layers(model)):
         base = _restored(layer.base_layer)
         for part in (layer.lora_A, layer.lora_B):
             part[_NAME].float()

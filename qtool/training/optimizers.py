@@ -39,7 +39,7 @@ from qtool.system.imports import imported
 from qtool.training.batched import batched, paged_when_fake
 from qtool.training.blockwise import on_cpu
 from qtool.training.compiling import require_compiler
-from qtool.training.lora import trained_in_full
+from qtool.training.lora_layers import trained_in_full
 from qtool.training.precision import weight_dtype
 
 Make = Callable[[list[nn.Parameter]], Optimizer]

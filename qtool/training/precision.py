@@ -42,7 +42,7 @@ from qtool.nested import NARROW, map_tensors, to_float32
 from qtool.norms import keeps_statistics
 from qtool.steps.forwards import take_place
 from qtool.steps.setup import Setup
-from qtool.training.lora import trained_in_full
+from qtool.training.lora_layers import trained_in_full
 from qtool.training.nf4 import NF4Linear
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from qtool.models.gpt import GPT
+
 
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:
@@ -37,3 +39,40 @@ def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 8, 3), *(Residual(8) for _ in range(3)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
     )
+
+
+def small_gpt(width: int = 32) -> GPT:
+    torch.manual_seed(0)
+    return GPT(256, layers=2, width=width, heads=2, context=32)
+
+
+class Encoder(nn.Module):
+    """Blocks whose code has a shortcut for inference, which reads weights and calls no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """A head as a classifier's: a layer that is named like one of the blocks, and what has a running average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1, self.norm, self.out = nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.linear1(x)).relu())  # type: ignore[no-any-return]
+
+
+def headed() -> nn.Module:
+    model = Encoder()
+    model.head, model.overhead = Head(), nn.Identity()
+    return model

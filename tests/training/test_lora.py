@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import technique_nets
 import torch
 from safetensors.torch import load_file, save_model
+from technique_nets import Encoder, headed, small_gpt
 from torch import nn
 
 import qtool
@@ -26,7 +28,7 @@ from qtool.steps.loop import fit, task_loss
 from qtool.steps.order import Batches
 from qtool.tasks import load_task
 from qtool.training import nf4, stage
-from qtool.training.lora import layers, require, targets, trained_in_full, untrained_head
+from qtool.training.lora_layers import untrained_head
 from qtool.training.techniques import setup
 
 OPTIONS = {
@@ -47,11 +49,6 @@ def peft() -> Any:
     return peft
 
 
-def small(width: int = 32) -> GPT:
-    torch.manual_seed(0)
-    return GPT(256, layers=2, width=width, heads=2, context=32)
-
-
 def tokens() -> torch.Tensor:
     return torch.randint(0, 256, (3, 32))
 
@@ -59,9 +56,9 @@ def tokens() -> torch.Tensor:
 @FILTERS
 def test_the_model_has_no_notes_of_its_adapters_when_they_are_merged(peft: Any) -> None:
     """peft joins the configuration of the adapters that are put to it next to those that it finds noted."""
-    model = small()
+    model = small_gpt()
     setup(model, TrainConfig(device="cpu", lora=4)).close()
-    assert set(vars(model)) == set(vars(small()))
+    assert set(vars(model)) == set(vars(small_gpt()))
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"]), adapter_name="own")
     assert list(adapted.peft_config) == ["own"]
     kept = vars(model)["peft_config"] = {"own": "as it was"}
@@ -76,7 +73,7 @@ def test_the_model_has_no_notes_of_its_adapters_when_they_are_merged(peft: Any) 
 @pytest.mark.parametrize("base", ["full", "nf4"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_adapters_learn_and_are_merged(peft: Any, base: str, precision: str) -> None:
-    model, before = small(), small()
+    model, before = small_gpt(), small_gpt()
     x = tokens()
     made = setup(model, TrainConfig(device="cpu", lora=4, lora_base=base, precision=precision))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -92,21 +89,6 @@ def test_adapters_learn_and_are_merged(peft: Any, base: str, precision: str) -> 
     torch.testing.assert_close(model(x), adapted, rtol=0.02, atol=1e-4 if precision == "32-true" else 0.1)
     assert (adapted - before(x)).abs().mean() > 0.1
     assert torch.equal(model.transformer["wte"].weight, before.transformer["wte"].weight) == (precision != "bf16-true")
-
-
-class Encoder(nn.Module):
-    """Blocks whose code has a shortcut for inference, which reads weights and calls no layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.mean(1))  # type: ignore[no-any-return]
 
 
 @FILTERS
@@ -125,19 +107,21 @@ def test_what_is_judged_in_training_is_the_model_that_comes_out(peft: Any, base:
 
 @FILTERS
 def test_training_stores_the_adapters_alone_as_peft_reads_them(peft: Any, tmp_path: Path) -> None:
-    result = qtool.train(small(), TEXT, out=tmp_path, **OPTIONS)
+    result = qtool.train(small_gpt(), TEXT, out=tmp_path, **OPTIONS)
     assert result.history.losses[-1] < result.history.losses[0]
     stored = load_file(tmp_path / "adapter_model.safetensors")
     assert len(stored) == 16
     assert sum(t.numel() for t in stored.values()) == sum(
-        4 * (m.in_features + m.out_features) for n, m in small().named_modules() if type(m) is nn.Linear and "h." in n
+        4 * (m.in_features + m.out_features)
+        for n, m in small_gpt().named_modules()
+        if type(m) is nn.Linear and "h." in n
     )
-    taken = qtool.train(small(), TEXT, out=tmp_path, **OPTIONS).adapter  # a training that is done already
+    taken = qtool.train(small_gpt(), TEXT, out=tmp_path, **OPTIONS).adapter  # a training that is done already
     assert taken is not None
     assert result.adapter is not None
     assert taken.config == result.adapter.config
     assert all(torch.equal(taken.tensors[name], value) for name, value in result.adapter.tensors.items())
-    again = peft.PeftModel.from_pretrained(small(), str(tmp_path)).eval()
+    again = peft.PeftModel.from_pretrained(small_gpt(), str(tmp_path)).eval()
     x = tokens()
     torch.testing.assert_close(again(x), result.model(x), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(load_file(tmp_path / "model.safetensors")["transformer.h.0.mlp.c_fc.weight"],
@@ -147,7 +131,7 @@ def test_training_stores_the_adapters_alone_as_peft_reads_them(peft: Any, tmp_pa
 @FILTERS
 def test_shards_of_adapters_are_stored_and_merged_as_whole_ones(peft: Any, tmp_path: Path) -> None:
     whole, sharded = (
-        qtool.train(small(), TEXT, out=tmp_path / strategy, strategy=strategy, **OPTIONS)
+        qtool.train(small_gpt(), TEXT, out=tmp_path / strategy, strategy=strategy, **OPTIONS)
         for strategy in ("ddp", "fsdp")
     )
     assert sharded.history.losses == pytest.approx(whole.history.losses, rel=1e-4)
@@ -162,7 +146,7 @@ def test_shards_of_adapters_are_stored_and_merged_as_whole_ones(peft: Any, tmp_p
 @pytest.mark.parametrize("base", ["full", "nf4"])
 def test_a_resumed_run_is_the_undisturbed_one(peft: Any, tmp_path: Path, base: str) -> None:
     options = OPTIONS | {"lora_base": base, "lora_dropout": 0.1}
-    whole = qtool.train(small(), TEXT, **options)
+    whole = qtool.train(small_gpt(), TEXT, **options)
 
     def stop(at: Any) -> None:
         if at.step == 5:
@@ -171,10 +155,10 @@ def test_a_resumed_run_is_the_undisturbed_one(peft: Any, tmp_path: Path, base: s
     config = TrainConfig(**{k: v for k, v in options.items() if k != "task"})
     parts = {"data": load_data(TEXT), "config": config, "task": load_task("language-modelling"), "out": tmp_path}
     with pytest.raises(KeyboardInterrupt):
-        stage.train(small(), progress=stop, **parts)
+        stage.train(small_gpt(), progress=stop, **parts)
     (stored,) = (tmp_path / "checkpoints").glob("step-*")
     assert not any("base_layer.weight" in name for name in load_file(stored))
-    resumed = stage.train(small(), **parts)
+    resumed = stage.train(small_gpt(), **parts)
     assert resumed.history.losses == whole.history.losses
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -183,12 +167,16 @@ def test_a_resumed_run_is_the_undisturbed_one(peft: Any, tmp_path: Path, base: s
 @FILTERS
 @pytest.mark.parametrize("base", ["full", "nf4"])
 def test_made_on_the_device_and_sharded_it_is_the_same_training(peft: Any, tmp_path: Path, base: str) -> None:
-    save_model(small(), str(tmp_path / "w.safetensors"))
+    save_model(small_gpt(), str(tmp_path / "w.safetensors"))
     options = OPTIONS | {"lora_base": base, "precision": "bf16-true", "max_steps": 3, "checkpoint_every": None}
     kept = []
     for more in ({}, {"create_on_device": True}, {"create_on_device": True, "strategy": "fsdp"}):
         torch.rand(3)  # adapters begin as the seed says, and not where the caller's generator is
-        kept.append(qtool.train(f"{__file__}:small", TEXT, weights=tmp_path / "w.safetensors", **options, **more))
+        kept.append(
+            qtool.train(
+                f"{technique_nets.__file__}:small_gpt", TEXT, weights=tmp_path / "w.safetensors", **options, **more
+            )
+        )
     for other in kept[1:]:
         assert other.history.losses == pytest.approx(kept[0].history.losses, rel=1e-3)
         for (name, a), b in zip(kept[0].model.state_dict().items(), other.model.state_dict().values(), strict=True):
@@ -211,26 +199,12 @@ def test_made_on_the_device_the_frozen_weights_are_never_there_in_more_than_4_bi
     assert measured.peak_bytes < 0.5 * sum(p.nbytes for p in build().parameters())
 
 
-def test_targets_are_ends_of_names() -> None:
-    model = small()
-    possible = layers(model)
-    assert "lm_head" not in possible  # it is the embedding
-    assert targets(model, ("attn.c_attn",), possible) == [f"transformer.h.{i}.attn.c_attn" for i in (0, 1)]
-    assert len(targets(model, None, possible)) == 8
-    with pytest.raises(UsageError, match=r"--lora-targets: .* got 'c_atn'; did you mean 'c_attn'\?"):
-        targets(model, ("c_fc", "c_atn"), possible)
-    with pytest.raises(UsageError, match="linear layers in repeated blocks"):
-        targets(nn.ReLU(), None, {})
-    attention = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
-    assert list(layers(attention)) == ["1"]
-
-
 def test_a_wrong_target_stops_the_run_before_training(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'c_proj'"):
-        qtool.train(small(), TEXT, out=tmp_path / "run", **OPTIONS, lora_targets=["c_prj"])
+        qtool.train(small_gpt(), TEXT, out=tmp_path / "run", **OPTIONS, lora_targets=["c_prj"])
     assert not (tmp_path / "run").exists()
     with pytest.raises(UsageError, match="pass for example --lora 8"):
-        qtool.train(small(), TEXT, **(OPTIONS | {"lora": None, "lora_base": "nf4"}))
+        qtool.train(small_gpt(), TEXT, **(OPTIONS | {"lora": None, "lora_base": "nf4"}))
 
 
 @FILTERS
@@ -243,7 +217,7 @@ def test_layers_that_peft_refuses_are_told_and_the_model_stays_as_it_was(
         raise ValueError("Module 'out_proj' is incompatible with Mamba-based models")
 
     monkeypatch.setattr(peft, "inject_adapter_in_model", refuse)
-    model = small()
+    model = small_gpt()
     with pytest.raises(UsageError, match=r"--lora: .*'out_proj' is incompatible.*--lora-targets"):
         setup(model, TrainConfig(device="cpu", lora=2))
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -291,8 +265,8 @@ def test_the_memory_of_adapters_is_predicted(peft: Any, options: dict[str, Any])
     batch = torch.randint(0, 256, (8, 32)), torch.randint(0, 256, (8, 32))
     config = TrainConfig(device="cpu", batch_size=8, lora=4, **options)
     parts = {"prepare": setup, "loss": task_loss(load_task("language-modelling"))}
-    predicted = predict(lambda: small(64), batch, config, **parts)
-    measured = measure(lambda: small(64), batch, config, **parts)
+    predicted = predict(lambda: small_gpt(64), batch, config, **parts)
+    measured = measure(lambda: small_gpt(64), batch, config, **parts)
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
 
 
@@ -373,49 +347,6 @@ def test_adapters_that_a_model_has_are_weights_of_its_own(peft: Any, tmp_path: P
     assert not list(tmp_path.glob("adapter*"))
 
 
-def test_layers_that_share_their_weights_take_no_adapter() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
-    model[2].weight = model[0].weight
-    assert list(layers(model)) == ["3"]
-    with pytest.raises(UsageError, match="ungrouped convolution; got '2', Linear, which takes no adapter; "):
-        targets(model, ("2",), layers(model))
-
-
-def test_a_layer_that_is_in_several_places_takes_no_adapter() -> None:
-    shared, other = nn.Linear(4, 4), nn.Linear(4, 4)
-    model = nn.Sequential(shared, nn.ReLU(), shared, other, nn.Linear(4, 2))
-    model.register_parameter("table", other.weight)
-    assert list(layers(model)) == ["4"]
-
-
-class Cosine(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, nn.functional.normalize(self.weight), self.bias)
-
-
-class Standardised(nn.Conv2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
-
-
-class Written(nn.Linear):
-    """What a linear layer computes, in words of its own."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.T + self.bias
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_class_that_makes_something_else_of_its_weights_takes_no_adapter(device: str) -> None:
-    """A correction beside it would not be the one that is merged."""
-    with torch.device(device):
-        model = nn.Sequential(Cosine(6, 6), Standardised(2, 3, 3), Written(6, 6), nn.Linear(6, 2))
-        nn.utils.parametrize.register_parametrization(model.append(nn.Linear(2, 2))[4], "bias", nn.ReLU())
-    state = torch.get_rng_state()
-    assert list(layers(model)) == ["2", "3"]
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @FILTERS
 def test_layers_whose_names_end_as_an_adapted_one_stay_as_they_are(peft: Any) -> None:
     """peft takes each whose name ends so: here one that shares its weights, which a merge would change twice."""
@@ -431,23 +362,6 @@ def test_layers_whose_names_end_as_an_adapted_one_stay_as_they_are(peft: Any) ->
     assert {name.rsplit(".", 2)[0] for name in done.adapter.tensors} == {"base_model.model.0"}
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=done.adapter.config["target_modules"]), before)
     assert [name for name, module in before.named_modules() if hasattr(module, "lora_A")] == ["0"]
-
-
-class Head(nn.Module):
-    """A head as a classifier's: a layer that is named like one of the blocks, and what has a running average."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear1, self.norm, self.out = nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.norm(self.linear1(x)).relu())  # type: ignore[no-any-return]
-
-
-def headed() -> nn.Module:
-    model = Encoder()
-    model.head, model.overhead = Head(), nn.Identity()
-    return model
 
 
 def images() -> list[tuple[torch.Tensor, int]]:
@@ -536,44 +450,6 @@ def test_the_memory_of_what_is_trained_in_full_is_predicted(peft: Any, options: 
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
 
 
-def test_what_is_trained_in_full_takes_no_adapter() -> None:
-    model = headed()
-    possible = layers(model)
-    assert trained_in_full(model, ("out", "head", "norm1")) == ["layers.0.norm1", "layers.1.norm1", "head"]
-    assert targets(model, ("linear1",), possible, ["head"]) == ["layers.0.linear1", "layers.1.linear1"]
-    plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-    assert targets(plain, None, layers(plain), ["2"]) == ["0", "1"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lora_trained": ("haed",)}, "--lora-trained: expected .*; got 'haed'; did you mean 'head'"),
-        ({"lora_trained": ("overhead",)}, "a module with parameters; got 'overhead'"),
-        ({"lora_trained": ("layers",)}, "a module with parameters; got 'layers'"),
-        ({"lora_trained": ("head",), "lora_targets": ("out",)}, "got 'out', which --lora-trained names too"),
-        ({"lora_trained": ("0", "1")}, "--lora-trained: expected a module beside the layers to adapt"),
-    ],
-)
-def test_a_module_that_cannot_be_trained_in_full_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        require(headed(), TrainConfig(device="cpu", lora=2, **options))
-
-
-def test_a_rank_beyond_every_weight_is_refused() -> None:
-    """A weight's own rank is at most its shorter side; of several weights one may take what others cannot."""
-    require(small(), TrainConfig(device="cpu", lora=32))
-    with pytest.raises(UsageError, match=r"--lora: expected a rank of at most 32, .*; got 33; lower it, to 8 for"):
-        require(small(), TrainConfig(device="cpu", lora=33))
-    with pytest.raises(UsageError, match=r"of at most 4, .*; got 5; lower it, to 4 for"):
-        require(headed(), TrainConfig(device="cpu", lora=5, lora_targets=("head.out",)))
-
-
-def test_a_head_that_is_its_embedding_is_not_trained_alone() -> None:
-    with pytest.raises(UsageError, match=r"got 'lm_head', whose weights are those of 'transformer.wte'; name both"):
-        require(small(), TrainConfig(device="cpu", lora=2, lora_trained=("lm_head",)))
-
-
 def test_a_head_that_stays_as_it_came_is_told(peft: Any) -> None:
     told: list[str] = []
     data = {"train": images(), "test": images()}
@@ -582,7 +458,7 @@ def test_a_head_that_stays_as_it_came_is_told(peft: Any) -> None:
     for options in ({}, {"lora_trained": ["head.out"]}, {"lora_trained": None, "lora_targets": ["out"]}):
         qtool.train(headed(), data, **HEADED | {"epochs": 0} | options, progress=told.append)
     assert len(told) == 1
-    assert untrained_head(small(), TrainConfig(lora=2)) is None
+    assert untrained_head(small_gpt(), TrainConfig(lora=2)) is None
     plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     assert untrained_head(plain, TrainConfig(lora=2)) == "2"
 
