@@ -21,9 +21,10 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, UsageError, one_line
+from qtool.models.given import open_model, require_model
 from qtool.options import documented, make
 from qtool.recipe import AUTO, TrainConfig, as_dict
-from qtool.source import open_model, open_source, require_model
+from qtool.source import open_source
 from qtool.stages.common import configured
 from qtool.stages.surroundings import apart
 

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from qtool.data.specs import Data
     from qtool.exporting.stage import ExportResult
     from qtool.form import QuantizedModel
+    from qtool.models.given import HasModel
     from qtool.quantization.capturing.float_form import FloatForms
-    from qtool.source import HasModel
     from qtool.tasks import Task
 
 

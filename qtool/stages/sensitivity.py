@@ -42,8 +42,8 @@ from qtool.units import many
 if TYPE_CHECKING:
     from torch import nn
 
+    from qtool.models.given import HasModel
     from qtool.quantization.capturing.float_form import FloatForms
-    from qtool.source import HasModel
     from qtool.tasks import Task
 
 FILE = "sensitivity.json"

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import output_path, read_result, staging, write_result
 from qtool.errors import OutOfMemory, QtoolError, UsageError, kind_of
+from qtool.models.given import require_model
 from qtool.options import documented
 from qtool.recipe import AUTO, TrainConfig, as_dict
-from qtool.source import Source, has_random_weights, open_source, require_model
+from qtool.source import Source, has_random_weights, open_source
 from qtool.stages.choice import Choice, at_work, ended, halve, halvings, was_killed
 from qtool.stages.common import (
     AnyPath,
