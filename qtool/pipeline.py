@@ -31,7 +31,7 @@ from qtool.source import require_run_directory
 from qtool.stages import benchmark, export, quantize, sensitivity, train
 from qtool.stages.benchmarking import measured, require_use
 from qtool.stages.common import Progress, folder_of, run_of, teller, writable
-from qtool.stages.quantization import may_train, require_options
+from qtool.stages.quantize_options import may_train, quantize_configs, require_options
 from qtool.stages.rehearsal import rehearse
 from qtool.system.files import atomic_path, path_of
 from qtool.system.json_files import write_json
@@ -62,7 +62,7 @@ def run(
     writable(folder)
     tell = teller(progress)
     for mode in wanted.variants or ():
-        require_options(*_told(wanted, mode))
+        require_options(*quantize_configs(*_told(wanted, mode), {}))
     if wanted.variants and not has_result(folder, "train"):
         _require_later(wanted)
         rehearse(wanted, tell)

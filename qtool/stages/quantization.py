@@ -1,25 +1,22 @@
 """The quantization stage: a float model and calibration data, to the quantized form.
 
 QAT needs training, and stages do not import each other, so the loop with the training techniques is
-handed to the quantizer as a function of the prepared graph.
+handed to the quantizer as a function of the prepared graph: see ``fine_tuning``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from qtool.artifacts import read_result, staging, write_result
-from qtool.data import calibration_data
-from qtool.errors import ContractError, QtoolError, UsageError
+from qtool.errors import ContractError, QtoolError
 from qtool.lineage import content_of
-from qtool.options import argument, documented, nearest_option
-from qtool.recipe import CONTRACT_FIELDS, QatConfig, QuantizeConfig, as_dict
+from qtool.options import argument, documented
+from qtool.recipe import QatConfig, QuantizeConfig, as_dict
 from qtool.source import UNIDENTIFIED, Source, open_float, require_run_directory
 from qtool.stages.common import (
     AnyPath,
@@ -27,7 +24,6 @@ from qtool.stages.common import (
     anywhere,
     calibration_of,
     checkpointing,
-    configured,
     drop_checkpoints,
     example_of,
     finished,
@@ -35,12 +31,13 @@ from qtool.stages.common import (
     meter,
     run_of,
     seen_from,
-    targets_in,
     teller,
     tidy,
     writable,
 )
 from qtool.stages.contract import Make, forget, fulfil
+from qtool.stages.fine_tuning import fine_tuning, rounded_by
+from qtool.stages.quantize_options import quantize_configs, require_options, unused
 from qtool.stages.sensitivity import measured_before
 from qtool.system.files import path_of, sha256_of
 from qtool.system.json_files import write_json
@@ -49,7 +46,6 @@ from qtool.units import many
 if TYPE_CHECKING:
     from torch import nn
 
-    from qtool.data.specs import Data
     from qtool.exporting.stage import ExportResult
     from qtool.form import QuantizedModel
     from qtool.models.given import HasModel
@@ -88,11 +84,11 @@ def quantize(
     validation part, or on ``validation``: batches of (input, target) or of inputs alone. Raises ContractError, its
     ``details`` the outcome, where none does.
     """
-    config, tuning = _quantize_configs(config, qat, options)
-    _require_options(config, tuning)
+    config, tuning = quantize_configs(config, qat, options)
+    require_options(config, tuning)
     config = anywhere(config)
     if validation is not None and not config.has_contract:
-        raise _unused("validation")
+        raise unused("validation")
     source, folder = _quantize_source(model, data, task, weights, writable(out), tuning, trust)
     settings = _settings(config, tuning)
     inputs, drawn = calibration_of(config, source)
@@ -140,29 +136,6 @@ def quantize(
     return quantized
 
 
-def require_options(config: QuantizeConfig, qat: QatConfig | None) -> None:
-    """Raises QtoolError for what :func:`quantize` refuses of any model: told before a training, and not behind it."""
-    _require_options(*_quantize_configs(config, qat, {}))
-
-
-def _require_options(config: QuantizeConfig, tuning: QatConfig | None) -> None:
-    from qtool.quantization.calibration.saved_ranges import read_ranges
-    from qtool.quantization.stage import require_together
-    from qtool.training import rules
-
-    if tuning:
-        rules.check(tuning)
-    require_together(config, tuning)
-    calibration_data.read(config.calibration)
-    if config.ranges_from:
-        read_ranges(Path(config.ranges_from))
-
-
-def may_train(config: QuantizeConfig) -> bool:
-    """Whether a quantization with these options trains, or its search for a contract may."""
-    return config.mode == "qat" or (config.has_contract and config.method == "auto")
-
-
 def _settings(config: QuantizeConfig, tuning: QatConfig | None) -> dict[str, Any]:
     return as_dict(config) | ({"qat": as_dict(tuning)} if tuning else {})
 
@@ -193,7 +166,7 @@ def _maker(
         with meter(False if trains else progress, "quantize") as report:
             made = stage.quantize(
                 source.model, config, example=example_of(source, inputs), calibration=inputs, tuning=tuning,
-                qat=_fine_tuning(source, tuning, place, resume, progress, {**known, **_rounded_by(config)}, training)
+                qat=fine_tuning(source, tuning, place, resume, progress, {**known, **rounded_by(config)}, training)
                 if trains and tuning else None,
                 report=report, scratch=scratch, forms=forms,
             )  # fmt: skip
@@ -214,82 +187,6 @@ def _scratch(folder: Path | None) -> Path | None:
     return folder / "checkpoints" / "algorithms" if folder else None
 
 
-def _quantize_configs(
-    config: QuantizeConfig | None, qat: QatConfig | None, options: Mapping[str, Any]
-) -> tuple[QuantizeConfig, QatConfig | None]:
-    """The two configs that the options of quantize are divided between; the second only for QAT."""
-    own = {k: v for k, v in options.items() if k in QuantizeConfig.__dataclass_fields__}
-    other = {k: v for k, v in options.items() if k not in own}
-    known = [*QuantizeConfig.__dataclass_fields__, *QatConfig.__dataclass_fields__]
-    for key in other:
-        if key not in known:
-            raise UsageError(argument(key), "a known name", repr(key), nearest_option(key, known))
-    config = configured(QuantizeConfig, config, own)
-    _require_use(config)
-    if not may_train(config):
-        if other or qat is not None:
-            name = next(iter(other), "qat")
-            raise UsageError(argument(name), "mode 'qat'", f"mode '{config.mode}'", "ask for mode 'qat'")
-        return config, None
-    shared = {name: own[name] for name in ("device",) if name in own} | {"seed": config.seed}
-    tuning = configured(QatConfig, qat, other if qat else shared | other)
-    return config, tuning.settled(config.least_bits)
-
-
-def _require_use(config: QuantizeConfig) -> None:
-    """Raises UsageError for what says how numbers are rounded or a contract is judged where nothing reads it."""
-    default = QuantizeConfig()
-    if not config.has_contract:
-        _require_bits_at_edges(config)
-        _require_activations(config)
-        _require_rounding(config)
-    if not config.has_contract and config.percentile != default.percentile and config.ranges != "percentile":
-        raise UsageError(
-            argument("percentile"), "ranges 'percentile' beside it", f"'{config.ranges}'", "add it, or leave it out"
-        )
-    for name in ("metric", "method", "validation_samples", "time_budget"):
-        if not config.has_contract and getattr(config, name) != getattr(default, name):
-            raise _unused(name)
-
-
-def _unused(name: str) -> UsageError:
-    return UsageError(
-        argument(name), "max_drop, max_kl or min_agreement beside it", "none of them", "say what may be lost"
-    )
-
-
-def _require_bits_at_edges(config: QuantizeConfig) -> None:
-    """Raises UsageError where the first and the last layer have the bits of the others, whatever is asked for them."""
-    edges, bits = config.edge_bits, config.weight_bits
-    if edges not in (QuantizeConfig().edge_bits, bits) and (bits > 6 or edges < bits):
-        expected = "weight_bits of 6 or fewer beside it" if bits > 6 else f"at least the {bits} of weight_bits"
-        raise UsageError(
-            argument("edge_bits"), expected, str(bits if bits > 6 else edges), "change it, or leave it out"
-        )
-
-
-def _require_activations(config: QuantizeConfig) -> None:
-    """Raises UsageError where ranges of activations are asked for, and weights alone are quantized.
-
-    Min-max is let by, since it is also what leaves the algorithms out.
-    """
-    default = QuantizeConfig()
-    asked: dict[str, Any] = {"ranges": config.ranges, "percentile": config.percentile}
-    for name, value in asked.items():
-        if config.weights_only and value not in (getattr(default, name), "minmax"):
-            raise UsageError(argument(name), "activations to be quantized", "weights_only", "leave one of the two out")
-
-
-def _require_rounding(config: QuantizeConfig) -> None:
-    """Raises UsageError for steps of learned rounding where no algorithm learns it."""
-    learn, names = ("adaround", "brecq"), config.algorithms or ()
-    if config.rounding_steps != QuantizeConfig().rounding_steps and not set(learn) & set(names):
-        raise UsageError(
-            argument("rounding_steps"), f"{' or '.join(learn)} among the algorithms", ", ".join(names) or "none",
-            "add one, or leave it out",
-        )  # fmt: skip
-
-
 def _quantize_source(
     model: nn.Module | HasModel | AnyPath, data: object, task: Task | str, weights: AnyPath | None, out: Path | None,
     tuning: QatConfig | None, trust: bool,
@@ -308,80 +205,6 @@ def _calibrated_by(config: QuantizeConfig, drawn: Mapping[str, Any]) -> dict[str
     ranges = {"ranges": sha256_of(Path(str(config.ranges_from)))} if saved else {}
     named = drawn["spec"] is not None
     return ranges | {"calibration": f"{drawn['data']} {drawn['indices_sha256']}" if named else UNIDENTIFIED}
-
-
-def _fine_tuning(
-    source: Source, config: QatConfig, out: Path | None, resume: bool, progress: Progress,
-    identity: Mapping[str, Any], training: dict[str, Any],
-) -> Callable[..., Any]:  # fmt: skip
-    """What QAT calls to train its prepared graph: the loop, with the training techniques of the config.
-
-    ``training`` takes what the result says of it.
-    """
-    from qtool.steps.order import Batches
-
-    if source.data is None:
-        raise QtoolError("quantization-aware training", "training data", "none", "pass data with labels, or mode 'ptq'")
-    _require_targets(source)
-    if source.parts is not None:
-        _require_judged(source, source.parts)
-    data: Any = source.parts or SimpleNamespace(train=Batches(source.data), validation=None)
-
-    def fine_tune(model: nn.Module, hooks: Any, loss_fn: Any = None) -> Any:
-        from qtool.data.specs import example_input
-        from qtool.steps.loop import fit
-        from qtool.training.progress import each_epoch, reporter
-        from qtool.training.techniques import setup
-
-        example = None if source.parts is None else example_input(data)
-        with setup(model, config, example) as made, reporter(each_epoch(progress)) as report:
-            made.tell_unreached = _silent  # what stays as it came is as it was trained
-            history = fit(
-                model, data, source.task, config, setup=made, hooks=hooks, loss_fn=loss_fn, out=out, resume=resume,
-                progress=report, identity=identity,
-            )  # fmt: skip
-        training.update(history=as_dict(history), metric=source.task.metric)
-        return history
-
-    return fine_tune
-
-
-def _silent(names: list[str], when: str) -> None:
-    """Tells nothing."""
-
-
-def _rounded_by(config: QuantizeConfig) -> dict[str, Any]:
-    """What says which quantizers are trained, and from which ranges: a checkpoint of others is not gone on from."""
-    free = ("device", *CONTRACT_FIELDS)
-    return {f"quantize.{name}": value for name, value in as_dict(config).items() if name not in free}
-
-
-def _require_targets(source: Source) -> None:
-    from qtool.data.specs import batches
-
-    data = source.parts
-    found = [next(batches(part, 1))[1] for part in (data.train, data.validation)] if data else [targets_in(source)]
-    if any(target is None for target in found):
-        raise QtoolError(
-            "quantization-aware training", "targets", "inputs alone",
-            "give (input, target), dicts with 'labels', or mode 'ptq'",
-        )  # fmt: skip
-
-
-def _require_judged(source: Source, data: Data) -> None:
-    """Raises QtoolError where the task cannot judge what the model answers, before anything is calibrated."""
-    import torch
-
-    from qtool.data.specs import batches
-    from qtool.evaluate import metrics_in
-    from qtool.models.specs import modes_kept
-    from qtool.steps.passes import answer
-
-    model = source.model
-    assert model is not None
-    with modes_kept(model), torch.no_grad():
-        model.eval()
-        metrics_in(lambda inputs: answer(model, inputs), itertools.islice(batches(data.validation, 2), 1), source.task)
 
 
 def _describe(drawn: Mapping[str, Any]) -> str:

@@ -19,19 +19,19 @@ from qtool.errors import QtoolError, UsageError
 from qtool.lineage import outdated
 from qtool.recipe import QatConfig
 from qtool.runtimes.ort import OrtSession
-from qtool.stages.quantization import _quantize_configs
+from qtool.stages.quantize_options import quantize_configs
 from qtool.tasks import Classification
 
 
 def test_a_device_that_is_named_is_that_of_training_too() -> None:
-    config, tuning = _quantize_configs(None, None, {"mode": "qat", "device": "cuda:1", "seed": 3})
+    config, tuning = quantize_configs(None, None, {"mode": "qat", "device": "cuda:1", "seed": 3})
     assert (config.device, config.seed) == ("cuda:1", 3)
     assert tuning is not None
     assert (tuning.device, tuning.seed) == ("cuda:1", 3)
-    config, tuning = _quantize_configs(None, QatConfig(device="cpu", seed=5), {"mode": "qat", "device": "cuda"})
+    config, tuning = quantize_configs(None, QatConfig(device="cpu", seed=5), {"mode": "qat", "device": "cuda"})
     assert tuning is not None
     assert (tuning.device, tuning.seed) == ("cpu", 5)
-    config, tuning = _quantize_configs(None, None, {"mode": "qat"})
+    config, tuning = quantize_configs(None, None, {"mode": "qat"})
     assert tuning is not None
     assert (config.device, tuning.device) == ("cpu", "auto")
 
@@ -275,7 +275,7 @@ def test_a_first_batch_without_samples_is_passed_over() -> None:
 )
 def test_what_would_change_no_number_is_refused(options: dict[str, Any], refused: str | None) -> None:
     if refused is None:
-        assert _quantize_configs(None, None, options)[1] is None
+        assert quantize_configs(None, None, options)[1] is None
     else:
         with pytest.raises(UsageError, match=refused):
-            _quantize_configs(None, None, options)
+            quantize_configs(None, None, options)
