@@ -133,7 +133,7 @@ def climb(
         try:
             rungs.append(found | _rung(config, source, seeds))
         except QtoolError as error:
-            tell(f"{rung.name}: {error}")
+            tell(f"{rung.name}: {'the same' if failed and str(failed[-1]) == str(error) else error}")
             rungs.append(found | {"failed": str(error)})
             failed.append(error)
     if len(failed) == len(rungs):

@@ -73,7 +73,9 @@ def test_a_ladder_of_which_no_rung_can_be_taken_fails_as_the_first_and_writes_no
     with pytest.raises(UsageError, match=r"^data 'absent.*': expected a file; got no folder"):
         climb(tmp_path / "ladder.toml", model="resnet", data="idx:absent", out=tmp_path / "out", progress=True)
     assert not (tmp_path / "out").exists()
-    assert [line.partition(" ")[0] for line in capsys.readouterr().err.splitlines()] == ["a", "a:", "b", "b:"]
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(" ")[0] for line in told] == ["a", "a:", "b", "b:"]
+    assert told[3] == "b: the same"
 
 
 def test_figures_are_whole_where_there_is_little_room(
