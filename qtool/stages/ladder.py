@@ -126,7 +126,8 @@ def climb(
     wanted = replace(wanted, config=make(TrainConfig, as_dict(wanted.config) | options))
     require_named(wanted.config)
     folder, tell = writable(out), teller(progress)
-    rungs, failed = [], []
+    rungs: list[dict[str, Any]] = []
+    failed: list[QtoolError] = []
     for rung, config in zip(wanted.rungs, configs(wanted), strict=True):
         tell(f"{rung.name} …")
         found = {"name": rung.name, "changes": rung.changes, "published": rung.published}
