@@ -39,6 +39,7 @@ from qtool.exporting.passes import (
     channel_pads,
     clips_apart,
     conv_pads,
+    cubic_reductions,
     even_channels,
     even_inputs,
     exact_sums,
@@ -103,6 +104,8 @@ PASSES: dict[str, tuple[Pass, ...]] = {
 }  # fmt: skip
 """What is mended in a file, by target: operators on integers themselves are ONNX Runtime's alone."""
 MISREAD: dict[str, tuple[Pass, ...]] = {
+    "ort-cpu": (cubic_reductions.apply,),
+    "tensorrt": (cubic_reductions.apply,),
     "openvino": (
         wraps.apply, conv_pads.apply, single_columns.apply, pointwise_pads.apply, smooth_resizes.apply,
     ),

@@ -10,6 +10,7 @@ beside it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from qtool.nested import raw_bytes
 TOLERANCE = 0.05
 SMALL_BYTES = 4096
 """What the file may differ by in any case: shapes and positions that the exporter computes beforehand."""
+RESIZED = (*AVERAGED, torch.ops.aten.upsample_bicubic2d.vec)
+"""Resizings that a target's runtime may not have."""
 SHARED_VALUES = 1024
 """Of the largest constant that the exporter compares with others, as it is stored."""
 
@@ -71,16 +74,31 @@ def _grid_bytes(quantized: QuantizedModel) -> int:
 
 
 def _resize_bytes(quantized: QuantizedModel) -> int:
-    """What antialiased resizings store for OpenVINO (:mod:`.passes.smooth_resizes`): float32 weights for each axis."""
+    """What resizings that are products in the file store: float32 weights for each axis that they change."""
     found = 0
-    for node in quantized.graph.graph.nodes if quantized.plan.target == "openvino" else ():
-        if node.target in AVERAGED:
-            axes = list(zip(node.args[0].meta["val"].shape[-2:], node.meta["val"].shape[-2:], strict=True))
+    for node in quantized.graph.graph.nodes:
+        if node.target in RESIZED:
+            axes = list(zip(_sizes(node.args[0]), _sizes(node), strict=True))
             known = all(isinstance(size, int) for axis in axes for size in axis)
-            cubic = node.target is AVERAGED[1]
-            if known and (cubic or any(after < before for before, after in axes)):
+            if known and _is_product(node.target, axes, quantized.plan.target):
                 found += sum(4 * before * after for before, after in axes if after != before)
     return found
+
+
+def _sizes(node: Any) -> torch.Size:
+    """The last two sizes of a value, which quantizing leaves as they are."""
+    while "val" not in node.meta:
+        node = node.args[0]
+    shape: torch.Size = node.meta["val"].shape[-2:]
+    return shape
+
+
+def _is_product(kind: Any, axes: Sequence[tuple[int, int]], target: str) -> bool:
+    """Whether a resizing is one (:mod:`.passes.smooth_resizes`, :mod:`.passes.cubic_reductions`)."""
+    smaller = any(after < before for before, after in axes)
+    if kind in AVERAGED:
+        return target == "openvino" and (smaller or kind is AVERAGED[1])
+    return target != "openvino" and smaller
 
 
 def _readers_of_scales(quantized: QuantizedModel) -> dict[str, set[str]]:

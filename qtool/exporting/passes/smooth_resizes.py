@@ -15,6 +15,8 @@ axes before the last two. A linear one that makes no axis smaller OpenVINO compu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -24,11 +26,18 @@ from qtool.exporting.passes.biases import drop_unused
 from qtool.exporting.passes.parts import constant
 
 _WIDTH, _HEIGHT = -1, -2
+Weights = dict[int, npt.NDArray[np.float32]]
+"""A matrix of after × before for each axis, counted from the last."""
 
 
 def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many resizings are products now."""
-    found = [(node, weights) for node in model.graph if (weights := _weights(node))]
+    return multiply(model, _weights)
+
+
+def multiply(model: ir.Model, weights_of: Callable[[ir.Node], Weights]) -> int:
+    """Writes the resizings that ``weights_of`` gives weights for as products; returns how many those are."""
+    found = [(node, weights) for node in model.graph if node.op_type == "Resize" and (weights := weights_of(node))]
     for node, weights in found:
         _rewrite(model, node, weights)
     if found:
@@ -37,36 +46,53 @@ def apply(model: ir.Model) -> int:
     return len(found)
 
 
-def _weights(node: ir.Node) -> dict[int, npt.NDArray[np.float32]]:
-    """The weights for each axis that an averaging Resize changes, counted from the last; none for anything else."""
-    if not _averages(node):
+def _weights(node: ir.Node) -> Weights:
+    """The weights for each axis that an averaging Resize changes; none for anything else."""
+    changes = changed(node) if _averages(node) else {}
+    cubic = coefficient(node)
+    if cubic is None and min((factor for _, _, factor in changes.values()), default=1) >= 1:
         return {}
+    return {axis: matrix(*change, cubic) for axis, change in changes.items()}
+
+
+def changed(node: ir.Node) -> dict[int, tuple[int, int, float]]:
+    """The axes that a Resize changes, counted from the last: the sizes before and after, and the factor.
+
+    None where one of those sizes is not known, or other axes than the last two are changed.
+    """
     value, result = node.inputs[0], node.outputs[0]
     if value is None or value.shape is None or result.shape is None or len(value.shape) != len(result.shape):
         return {}
-    factors, given, rank = _factors(node), dict[int, float](), len(value.shape)
+    factors, found, rank = _factors(node), dict[int, tuple[int, int, float]](), len(value.shape)
     for axis, (before, after) in enumerate(zip(value.shape, result.shape, strict=True)):
         if before != after:
             if axis - rank < _HEIGHT or not isinstance(before, int) or not isinstance(after, int):
                 return {}
-            given[axis - rank] = after / before if factors is None else factors[axis]
-    cubic = node.attributes.get_float("cubic_coeff_a", -0.75) if _text(node, "mode") == "cubic" else None
-    if cubic is None and min(given.values(), default=1) >= 1:
-        return {}
-    return {axis: matrix(value.shape[axis], result.shape[axis], scale, cubic) for axis, scale in given.items()}
+            found[axis - rank] = before, after, after / before if factors is None else factors[axis]
+    return found
+
+
+def coefficient(node: ir.Node) -> float | None:
+    """The a of a cubic Resize's filter; None for any other."""
+    return node.attributes.get_float("cubic_coeff_a", -0.75) if text(node, "mode") == "cubic" else None
 
 
 def _averages(node: ir.Node) -> bool:
     """Whether a node is an antialiased Resize as torch writes one."""
     told = node.attributes
-    if node.op_type != "Resize" or not told.get_int("antialias", 0) or not told.get_int("exclude_outside", 0):
+    if not told.get_int("antialias", 0) or not told.get_int("exclude_outside", 0):
         return False
-    plain = _text(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
-    stretched = _text(node, "keep_aspect_ratio_policy", "stretch") == "stretch"
-    return plain and stretched and "axes" not in told and _text(node, "mode") in ("linear", "cubic")
+    plain = text(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    return plain and is_plain(node) and text(node, "mode") in ("linear", "cubic")
 
 
-def _text(node: ir.Node, name: str, default: str = "") -> str:
+def is_plain(node: ir.Node) -> bool:
+    """Whether a Resize's sizes and factors are those of all its axes."""
+    return text(node, "keep_aspect_ratio_policy", "stretch") == "stretch" and "axes" not in node.attributes
+
+
+def text(node: ir.Node, name: str, default: str = "") -> str:
+    """An attribute that is a word."""
     return str(node.attributes.get_string(name, default))
 
 
@@ -83,17 +109,18 @@ def matrix(before: int, after: int, scale: float, cubic: float | None = None) ->
     """The weights of ``before`` numbers in each of ``after``; ``cubic`` is a cubic's coefficient a, None a triangle."""
     places = np.arange(before) + 0.5 - (np.arange(after)[:, None] + 0.5) / scale
     x = np.abs(places * min(scale, 1))
-    if cubic is None:
-        weights = np.maximum(1 - x, 0)
-    else:
-        near = ((cubic + 2) * x - (cubic + 3)) * x**2 + 1
-        far = cubic * (((x - 5) * x + 8) * x - 4)
-        weights = np.select([x < 1, x < 2], [near, far])
+    weights = np.maximum(1 - x, 0) if cubic is None else keys(x, cubic)
     means: npt.NDArray[np.float32] = (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
     return means
 
 
-def _rewrite(model: ir.Model, node: ir.Node, weights: dict[int, npt.NDArray[np.float32]]) -> None:
+def keys(x: npt.NDArray[np.float64], a: float) -> npt.NDArray[np.float64]:
+    """Keys' cubic at the distances ``x`` of at least 0."""
+    near = ((a + 2) * x - (a + 3)) * x**2 + 1
+    return np.select([x < 1, x < 2], [near, a * (((x - 5) * x + 8) * x - 4)])
+
+
+def _rewrite(model: ir.Model, node: ir.Node, weights: Weights) -> None:
     """Multiplies by each axis' weights: the last axis from behind, the one before it from the front."""
     result, value = node.outputs[0], node.inputs[0]
     assert value is not None
