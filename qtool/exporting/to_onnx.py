@@ -28,7 +28,7 @@ from torch.fx import GraphModule
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.exporting import onnx_file
 from qtool.exporting.exporter import distinct_quantizers, exact_constants, quicker
-from qtool.exporting.operators import adaptive_pools, attention, norms, plain_forms, recurrent
+from qtool.exporting.operators import adaptive_pools, attention, complex_numbers, norms, plain_forms, recurrent
 from qtool.exporting.passes import (
     activations,
     bare_weights,
@@ -200,6 +200,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     """The exporter's model, the unit of each value by the exporter's name for it, and the outputs' own names."""
     program = program_of(graph, example)
     adaptive_pools.spell_pools(program.graph)
+    complex_numbers.spell_parts(program.graph)
     plain_forms.drop_checks(program.graph)
     plain_forms.require_forms(program.graph)
     recurrent.require_forms(program.graph)

@@ -3,10 +3,12 @@
 An ``einsum`` with a stored tensor is a linear layer over the letters that are summed (XLNet's projections,
 ``ibh,hnd->ibnd``), and one of two activations a matrix product for each index of the letters that stay in both
 (attention, ``bhid,bhjd->bhij``). The letters are brought into that order and back, and those of a layer that stand for
-one axis of it are joined. An ``einsum`` of one tensor only turns it.
+one axis of it are joined. An ``einsum`` of one tensor only turns it. Complex tensors, of which no layer is (a Fourier
+neural operator's ``bixy,ioxy->boxy``), are multiplied as matrices, stored or not: ONNX has a form for these alone.
 
 Left as it is: letters that are summed in one tensor alone, stand twice in it or are repeated, dots, three tensors and
-more, a stored tensor with letters that stay in both, and products of activations with several letters at one place.
+more, a stored tensor with letters that stay in both, and products of activations with several letters at one place (but
+for rows of one matrix).
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def _written(graph_module: GraphModule, node: Node) -> Node | None:
     letters = _sorted(terms[0], terms[1], result)
     if letters is None or _is_stored(operands[0]) or not _have_one_size(operands, terms):
         return None
-    if not _is_stored(operands[1]):
+    if not _is_stored(operands[1]) or node.meta["val"].is_complex():
         return _product(node, operands, terms, letters, result)
     if letters.both or not (letters.left and letters.right):
         return None
@@ -108,7 +110,8 @@ def _layer(
 
 
 def _product(node: Node, operands: list[Node], terms: list[str], letters: _Letters, result: str) -> Node | None:
-    if any(len(group) != 1 for group in (letters.summed, letters.left, letters.right)):
+    axes = 1 if letters.both else max(len(letters.left), 1)  # rows of any axes, where the right is one matrix
+    if [len(group) for group in (letters.summed, letters.left, letters.right)] != [1, axes, 1]:
         return None
     rows = _turned(node, operands[0], terms[0], letters.both + letters.left + letters.summed)
     columns = _turned(node, operands[1], terms[1], letters.both + letters.summed + letters.right)

@@ -69,6 +69,7 @@ def _is_layer(node: Node) -> bool:
     return (
         isinstance(source, Node)
         and source.op != "get_attr"
+        and not node.meta["val"].is_complex()
         and (_is_stored(weight, 2) or _turned(weight) is not None)
         and all(_is_stored(value, 1) for value in bias)
         and all(node.kwargs.get(factor, 1) == 1 for factor in ("beta", "alpha"))
