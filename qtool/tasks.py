@@ -248,7 +248,7 @@ def loss_of(task: Task, output: Any, target: Any) -> tuple[Tensor, Tensor | floa
                 "without torch.no_grad() and detach()",
             )  # fmt: skip
         raise _no_loss(task, "one without a gradient")
-    return loss, weight
+    return _scalar(loss), _scalar(weight)
 
 
 def weight_of(task: Task, weight: Tensor | float) -> float:
@@ -342,6 +342,11 @@ def _is_pair(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+
+
+def _scalar(value: Any) -> Any:
+    """A number as it is, and one that is a tensor without dimensions: gradients of any shape can be scaled by it."""
+    return value.reshape(()) if isinstance(value, Tensor) else value
 
 
 def _shape(value: Any) -> str:

@@ -9,6 +9,8 @@
 * A product of matrices of different types is none, nor is a sum into rows of another type (experts in autocast);
   torch's own fake one is made, and what chooses by a prediction would choose a precision that the model does not take.
 * Group normalisation on the CPU leaves channels where they are; torch's own fake one puts them first in some versions.
+* Some operators give a result that lies otherwise on the CPU than torch's own fake one does (``LAID_AS``). What comes
+  behind copies what does not lie as it wants it, which is as much as the result once more.
 * A model that is made in 16 bits (``.bfloat16()``) is converted where it is; torch would swap its weights for others,
   which fake ones refuse.
 * Packed sequences are padded without writing into memory (``qtool.memory.packed``).
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -51,6 +54,15 @@ ONE_TYPE = {
     "index_put": (0, 2),
 }  # fmt: skip
 """Operators whose fake ones run on operands of different types, and real ones do not; which of them have to agree."""
+LAID_AS = {
+    **dict.fromkeys(("roll", "channel_shuffle", "max_unpool2d", "reflection_pad3d", "replication_pad3d"), 0),
+    **{f"{kind}_pad{n}d_backward": 1 for kind in ("reflection", "replication") for n in (2, 3)},
+    "native_batch_norm_backward": 1,
+    **dict.fromkeys(("log_sigmoid_forward", "_log_softmax_backward_data", "glu_backward"), None),
+    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_backward"), None),
+}
+"""Operators whose results lie on the CPU as one of their operands does, channels first or last, and which one; None for
+those whose results lie in the order of their dimensions, whatever they are made of."""
 _COMPARISONS = ("eq", "ne", "gt", "ge", "lt", "le")
 _REAL_ALONE = ("no fake impl", ".numpy() is not supported for tensor subclasses")
 """Of what torch says where code takes real tensors alone: an operator of its own without a fake one, numpy."""
@@ -125,6 +137,8 @@ class Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if asks(func, args) and (found := self._asked(name, args)) is not None:
             return found
         result = func(*args, **(kwargs or {}))
+        if name in LAID_AS:
+            result = tree_map_only(Tensor, partial(_laid, LAID_AS[name], args), result)
         self._mark(name, args, result)
         return result
 
@@ -168,6 +182,14 @@ def _require_one_type(func: Any, args: Any) -> None:
         got = " and ".join(str(t.dtype).removeprefix("torch.") for t in met[-2:])
         operands = "mat1 and mat2" if name.endswith("mm") else f"operands of {name}"
         raise RuntimeError(f"{operands} must have the same dtype, but got {got}")
+
+
+def _laid(of: int | None, args: Any, made: Tensor) -> Tensor:
+    """A result as it lies for real: as the operand at ``of`` does, or in the order of its dimensions."""
+    layout = torch.contiguous_format if of is None else suggest_memory_format(args[of])
+    if made.device.type != "cpu" or made.dim() < args[of or 0].dim() or made.is_contiguous(memory_format=layout):
+        return made
+    return torch.empty_like(made, memory_format=layout)
 
 
 def _placed(like: Tensor, operand: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ HEAVY = (
     "_softmax_backward_data", "_log_softmax_backward_data",
     "sort", "kthvalue", "median", "nanmedian", "mode", "scatter", "scatter_", "scatter_add", "scatter_add_",
     "scatter_reduce",
-    "embedding_dense_backward", "_embedding_bag_backward", "im2col", "channel_shuffle",
+    "embedding_dense_backward", "_embedding_bag_backward", "im2col", "channel_shuffle", "pixel_shuffle",
+    "pixel_unshuffle",
     *(f"{name}{ending}" for ending in ("", "_backward") for name in (
         *(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)),
         "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d",

@@ -372,6 +372,22 @@ def test_kernels_are_those_of_the_strides_that_there_will_be(channels_last: bool
     assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize("layer", [nn.LogSigmoid, lambda: nn.ChannelShuffle(2)])
+def test_what_lies_otherwise_than_torch_s_fake_tensors_say_is_copied_as_it_will_be(layer: Any) -> None:
+    """Convolutions copy what does not lie channels last: a fifth of the peak too much, or an eighth too little."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), layer(),
+            nn.Conv2d(32, 32, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+        )  # fmt: skip
+
+    images = torch.randn(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64)
+    wanted = config(batch_size=8)
+    predicted, measured = (f(build, images, wanted, prepare=setup, loss=LOSS) for f in (predict, measure))
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
 class Cloned(nn.Module):
     """Layers that are copies of one, which torch makes in the constructor, behind a batch-norm."""
 

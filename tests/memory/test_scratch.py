@@ -44,6 +44,14 @@ def test_what_is_copied_depends_on_how_operands_lie() -> None:
     assert taken[1] < images.nbytes
 
 
+@pytest.mark.parametrize("name", ["pixel_shuffle", "pixel_unshuffle"])
+def test_pixels_of_a_part_of_an_image_are_copied_before_they_are_shuffled(name: str) -> None:
+    shuffle, image = getattr(torch.ops.aten, name).default, torch.ones(2, 8, 18, 18).contiguous(memory_format=LAST)
+    part = image[:, :, 1:-1, 1:-1]
+    assert Scratch().of(shuffle, (part, 2), None) == part.numel() * 4
+    assert Scratch().of(shuffle, (part.contiguous(memory_format=LAST), 2), None) == 0
+
+
 @pytest.mark.parametrize("name", ["add", "add_", "mul", "sub"])
 def test_values_of_several_dtypes_are_converted_before_they_meet(name: str) -> None:
     """A residual in float32 beside a branch in bfloat16: torch converts the branch as a whole."""

@@ -10,9 +10,11 @@ from torch import nn
 
 from qtool.errors import QtoolError
 from qtool.recipe import TrainConfig
+from qtool.steps.loop import task_loss
 from qtool.steps.setup import plain
 from qtool.steps.step import NotFinite, Step, _reader, learning_rate
 from qtool.system import processes
+from qtool.tasks import Classification
 
 
 def make_model(seed=0, dtype=torch.float32):
@@ -231,6 +233,23 @@ def test_a_batch_without_counted_tokens_is_a_loss_of_zero():
         )
         assert mean == 0
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_sums_of_one_element_are_numbers_in_micro_batches_too():
+    """``reshape(1)``, as a task of one's own may return: gradients of any shape are corrected by the weight."""
+    value, target = torch.randn(7, 6), (torch.randn(7, 4), torch.arange(7.0))
+    trained = []
+    for shape in ((), (1,)):
+
+        class Weighted(Classification):
+            def loss(self, output, target, shape=shape):
+                total, tokens = token_loss(lambda x: x, output, target)
+                return total.reshape(shape), tokens.reshape(shape)
+
+        cfg = config(batch_size=7, micro_batches=3)
+        mean, _ = one_step(model := make_model(), cfg, value, target, task_loss(Weighted()), rate=0.1)
+        trained.append((mean, [p.tolist() for p in model.parameters()]))
+    assert trained[0] == trained[1]
 
 
 def test_no_clipping_where_it_is_switched_off():

@@ -75,3 +75,31 @@ def test_a_model_that_computes_without_gradients_is_told_and_not_its_task():
 
     with pytest.raises(QtoolError, match=r"^model: expected outputs that depend on what is trained; got outputs"):
         run(Still())
+
+
+class Late(nn.Module):
+    """A head that is as wide as its first input, made when that comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), None
+
+    def forward(self, x):
+        x = self.body(x).relu()
+        if self.head is None:
+            self.head = nn.Linear(x.shape[1], 3)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True, "grad_clip": None}, {"strategy": "fsdp"}])
+def test_parameters_that_a_forward_pass_makes_are_refused(options):
+    """No optimizer has them: the head would stay as it was drawn."""
+    with pytest.raises(QtoolError, match=r"^model: .* first step; got head\.weight, head\.bias, which a forward pass"):
+        run(Late(), **options)
+
+
+def test_parameters_that_a_forward_pass_has_made_by_then_are_trained():
+    (model := Late())(BATCH[0])
+    before = model.head.weight.clone()
+    assert not run(model)
+    assert not torch.equal(model.head.weight, before)
