@@ -1,19 +1,24 @@
-"""A mixture of experts that share tokens out by a mask: each reads as many rows as the data decides, or none."""
+"""Mixtures of experts: those that share tokens out by a mask, and read as many rows as the data decides or none, and
+those whose weights are one tensor."""
 
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
+from onnx import TensorProto
 from torch import Tensor, nn
 
 import qtool
 from qtool.errors import QtoolError
 from qtool.exporting.stage import export
 from qtool.quantization.capturing.float_form import FloatForms
+from qtool.quantization.rewrites import einsums
 from qtool.quantization.stage import quantize
 from qtool.recipe import ExportConfig, QuantizeConfig
 
@@ -101,3 +106,46 @@ def test_an_expert_that_no_sample_reaches_is_named_with_what_to_do(mode: str) ->
     assert sum(unit.integer for unit in form.plan.units) == 5
     with torch.no_grad():
         assert torch.isfinite(form(batches[0])).all()
+
+
+class Stacked(nn.Module):
+    """The weights of three experts in one tensor each; all see every token, and a gate weighs what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 3), nn.Parameter(torch.randn(3, 16, 64) / 4)
+        self.down = nn.Parameter(torch.randn(3, 64, 16) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.bmm(torch.bmm(x.expand(3, -1, -1), self.up).relu(), self.down)
+        return (made * self.gate(x).softmax(-1).T.unsqueeze(-1)).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({}, 8),
+        ({"weights_only": True}, 8),
+        ({"weights_only": True, "weight_bits": 4, "edge_bits": 4}, 4),
+        ({"mode": "qat"}, 8),
+    ],
+    ids=["integer", "weights", "four bits", "trained"],
+)  # fmt: skip
+def test_experts_of_one_tensor_are_stored_in_few_bits(
+    options: dict[str, Any], bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(einsums, "LEAST_WEIGHTS", 16 * 64)
+    torch.manual_seed(0)
+    net, batches = Stacked().eval(), [torch.randn(4, 16) for _ in range(8)]
+    config = QuantizeConfig(**options)
+    form = quantize(net, config, example=batches[0], calibration=batches, qat=lambda *_: None)
+    assert [unit.weight_bits for unit in form.plan.units if unit.kind == "linear"] == [bits] * 7
+    exported = export(form, tmp_path, ExportConfig(), samples=batches)
+    assert {gate["passed"] for gate in exported.gates} <= {True, None}
+    tensors = onnx.load(exported.files["int8"]).graph.initializer
+    weights = [tensor for tensor in tensors if math.prod(tensor.dims) >= 16 * 64]
+    assert len(weights) == 6
+    assert {tensor.data_type for tensor in weights} <= {TensorProto.INT8, TensorProto.INT4}
+    with torch.no_grad():
+        wanted = net(batches[0])
+        assert float((form(batches[0]) - wanted).norm() / wanted.norm()) < (0.03 if bits == 8 else 0.3)

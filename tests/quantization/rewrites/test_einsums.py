@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from qtool.graphs.operators import aten
 from qtool.quantization.capturing.float_form import float_form
 from qtool.quantization.placement import Placement
+from qtool.quantization.rewrites import einsums
 from qtool.quantization.targets import ORT_CPU
 
 
@@ -74,3 +77,65 @@ def test_what_no_kernel_computes_so_stays() -> None:
     graph = float_form(model, x)
     torch.testing.assert_close(graph(x), model(x))
     assert len(graph.graph.find_nodes(op="call_function", target=aten.einsum.default)) == 7
+
+
+class Mixture(nn.Module):
+    """The weights of three experts, for each of two groups in ``pairs``; ``given`` multiplies by some."""
+
+    def __init__(self, given: Callable[[Mixture, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.given = given
+        self.up, self.down = nn.Parameter(torch.randn(3, 6, 4)), nn.Parameter(torch.randn(3, 6, 4))
+        self.pairs = nn.Parameter(torch.randn(2, 3, 6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.given(self, x)
+
+
+def applied_twice(m: Mixture, x: Tensor) -> Tensor:
+    once = torch.bmm(x.flatten(0, 1).expand(3, -1, -1), m.up)
+    return torch.bmm(torch.bmm(once, m.down.mT), m.up)
+
+
+def gated(m: Mixture, x: Tensor) -> Tensor:
+    hidden = torch.einsum("btd,edf->btef", x, m.up)
+    return torch.einsum("btef,edf,bte->btd", hidden, m.down, x[..., :3])
+
+
+MIXTURES: dict[str, tuple[Callable[[Mixture, Tensor], Tensor], int, int]] = {
+    "bmm": (lambda m, x: torch.bmm(x.flatten(0, 1).expand(3, -1, -1), m.up), 3, 72),
+    "of what one layer gives": (lambda m, x: torch.bmm(x.flatten(0, 1) @ m.up, m.down.transpose(1, 2)), 4, 144),
+    "for each sample": (lambda m, x: x.unsqueeze(1).expand(-1, 3, -1, -1) @ m.up.flatten().view(3, 6, 4), 3, 72),
+    "stored first": (lambda m, x: m.up.mT @ x.mT.unsqueeze(1).expand(-1, 3, -1, -1), 3, 72),
+    "letters": (lambda m, x: torch.einsum("ebtk,ekn->ebtn", x.expand(3, -1, -1, -1), m.up), 3, 72),
+    "in another order": (lambda m, x: torch.einsum("nke,btek->bnet", m.down, x[:, :, None].repeat(1, 1, 4, 1)), 4, 72),
+    "groups": (lambda m, x: torch.einsum("btk,gekn->btgen", x, m.pairs), 1, 144),
+    "groups of experts": (lambda m, x: (x[:, None, None] + m.pairs[..., :1, 0, None]) @ m.pairs, 6, 144),
+    "gated": (gated, 2, 144),
+    "twice": (applied_twice, 9, 144),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_product_with_stored_experts_is_a_layer_of_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(einsums, "LEAST_WEIGHTS", 18)
+    torch.manual_seed(0)
+    given, layers, weights = MIXTURES[name]
+    model, x = Mixture(given).eval(), torch.randn(2, 5, 6)
+    graph = float_form(model, x, axes=(1,))
+    for batch in (x, x[:1], torch.randn(3, 7, 6)):
+        torch.testing.assert_close(graph(batch), model(batch), rtol=1e-4, atol=1e-4)
+    plan = Placement(graph, ORT_CPU).plan()
+    assert [unit.kind for unit in plan.integer_units].count("linear") == layers
+    matrices = [value for value in graph.parameters() if value.dim() == 2]
+    assert sum(value.numel() for value in matrices) == weights  # stored once
+    assert {value.requires_grad for value in matrices} == {True}
+
+
+@pytest.mark.parametrize(("most", "least"), [(2, 12), (64, 25)])
+def test_many_or_small_experts_stay_whole(most: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(einsums, "MOST_LAYERS", most)
+    monkeypatch.setattr(einsums, "LEAST_WEIGHTS", least)
+    graph = float_form(Mixture(MIXTURES["bmm"][0]).eval(), torch.randn(2, 5, 6))
+    (unit,) = (unit for unit in Placement(graph, ORT_CPU).plan().units if unit.kind == "bmm")
+    assert unit.reason == "its 3 stored matrices of 6 × 4 are too many or too small for a layer each"
