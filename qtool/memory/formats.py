@@ -191,7 +191,8 @@ def _decimal(part: str, text: str) -> Decimal:
 
 
 def _within_reach(value: Fraction, text: str) -> Fraction:
-    if value and abs(_exponent(abs(value))) > _LARGEST_EXPONENT * math.log2(10):
+    largest = Fraction(10**_LARGEST_EXPONENT)
+    if value and not 1 / largest <= abs(value) <= largest:
         raise _too_far(text)
     return value
 

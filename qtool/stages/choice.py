@@ -2,7 +2,8 @@
 
 A batch that found its size, and techniques that a budget chose, belong to a training as its seed does: a run that is
 resumed, with other memory free or on another machine, goes on with them, and nothing is predicted again. They are
-kept for the command that asked for them, from the same inputs; of another one nothing is taken over.
+kept for the command that asked for them, from the same inputs; of another one nothing is taken over. Nor does another
+one take them away: it may be refused for the checkpoint that is there, whose own command goes on with its own choice.
 
 Beside them is how often micro-batches were halved since, and, as long as a run is at work, how many processes the
 system had killed for lack of host memory when it began. A run that ends by itself takes that note away. One that finds
@@ -43,20 +44,32 @@ class Choice:
 
 def recorded(folder: Path | None, asked: TrainConfig, inputs: Mapping[str, str]) -> Choice | None:
     """What was chosen for ``asked`` and these inputs in the run directory ``folder``."""
-    kept = _read(folder, FILE)
-    if kept.get("asked") != _asked(asked, inputs):
+    wanted, found = _asked(asked, inputs), _read(folder, FILE)
+    kept = next((one for one in _all(found) if one["asked"] == wanted), None)
+    if kept is None:
         return None
+    if folder and kept is not found:
+        _put_first(folder, kept, found)
     memory, now = kept["memory"], as_dict(asked)
     return Choice(replace(asked, **memory["chosen"]), memory, kept["where"] != {key: now[key] for key in _WHERE})
 
 
 def record(folder: Path | None, asked: TrainConfig, inputs: Mapping[str, str], memory: Mapping[str, Any]) -> None:
-    """Keeps what was chosen for ``asked``, where there is a run directory to keep it in."""
+    """Keeps what was chosen for ``asked``, where there is a run directory to keep it in, before that of others."""
     if folder:
         where = {key: getattr(asked, key) for key in _WHERE}
-        write_json(
-            folder / FILE, {"asked": _asked(asked, inputs), "where": where, "memory": dict(memory), "halvings": 0}
-        )
+        made = {"asked": _asked(asked, inputs), "where": where, "memory": dict(memory), "halvings": 0}
+        _put_first(folder, made, _read(folder, FILE))
+
+
+def _all(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What the file holds for each command: first for the last one, whose halvings count."""
+    return [found, *found.get("others", [])] if "asked" in found else []
+
+
+def _put_first(folder: Path, kept: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    others = [{k: v for k, v in one.items() if k != "others"} for one in _all(found) if one["asked"] != kept["asked"]]
+    write_json(folder / FILE, {**kept, "others": others})
 
 
 def forget(folder: Path | None) -> None:

@@ -146,7 +146,8 @@ def test_a_scale_moves_the_integers_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [("0.1", Fraction(1, 10)), ("1e-8", Fraction(1, 10**8)), ("-1/3", Fraction(-1, 3)), ("0x1p-3", Fraction(1, 8)),
-     ("π", Fraction(math.pi)), ("-e", Fraction(-math.e)), ("inf", math.inf), ("-Infinity", -math.inf)],
+     ("π", Fraction(math.pi)), ("-e", Fraction(-math.e)), ("inf", math.inf), ("-Infinity", -math.inf),
+     ("1e300", Fraction(10**300)), ("-1e-300", Fraction(-1, 10**300))],
 )  # fmt: skip
 def test_numbers_are_read_exactly(text: str, value: Any) -> None:
     assert parse(text) == value
@@ -159,7 +160,21 @@ def test_minus_zero_keeps_its_sign() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "abc", "1/0", "1/2/3", "nan/2", "0xzz", "1e301", "1e200/1e-200", "1e-999999999", "0x1p99999", "0x1p1000"],
+    [
+        "",
+        "abc",
+        "1/0",
+        "1/2/3",
+        "nan/2",
+        "0xzz",
+        "1e301",
+        "1.1e300",
+        "9e-301",
+        "1e200/1e-200",
+        "1e-999999999",
+        "0x1p99999",
+        "0x1p1000",
+    ],
 )
 def test_what_is_no_number_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="number"):

@@ -191,6 +191,19 @@ def test_what_a_budget_chose_is_held_to_by_the_same_command_alone(
         assert told[0].startswith("train: predicting it as it is")
 
 
+def test_a_refused_command_leaves_the_choice_of_the_run_that_is_there(small_data: str, tmp_path: Path) -> None:
+    options = OPTIONS | {"batch_size": "auto"}
+    with pytest.raises(KeyboardInterrupt):
+        _interrupted(small_data, tmp_path, options)
+    choice.halve(tmp_path, TrainConfig(batch_size=16), 0, Picky())
+    with pytest.raises(QtoolError, match=r"one that differs in .*learning_rate \("):
+        qtool.train(Picky(), small_data, out=tmp_path, **options | {"learning_rate": 0.5})
+    assert choice.halvings(tmp_path) == 0
+    told: list[str] = []
+    assert qtool.train(Picky(), small_data, out=tmp_path, progress=told.append, **options).history.halvings == 1
+    assert decided(told) == ["goes on with --batch-size 16, chosen when this run began"]
+
+
 def _interrupted(data: str, out: Path, options: dict[str, Any]) -> None:
     before = loop._Run._report
 
