@@ -113,7 +113,7 @@ class Placement:
         self._owners = {owner(node) for node in graph_module.graph.nodes if node.op == "call_function"}
         compute = [node for node in graph_module.graph.nodes if node.op == "call_function" and _is_compute(node)]
         for pattern in (pattern for pattern in target.patterns if pattern.weighted):
-            readers = [node for node in compute if node.target in pattern.anchors and not self._refusal(node, pattern)]
+            readers = [node for node in compute if pattern.is_about(node) and not self._refusal(node, pattern)]
             for operand in (operand for node in readers for operand in _operands(node, pattern)):
                 self._read_as_integer.update(self._moved_from(operand))
         for node in compute:
@@ -224,7 +224,7 @@ class Placement:
     def _place(self, node: Node) -> None:
         reason = self._left(node) or self.target.leaves
         for pattern in self.target.patterns:
-            if node.target not in pattern.anchors:
+            if not pattern.is_about(node):
                 continue
             reason = self._refusal(node, pattern)
             if not reason:
@@ -249,10 +249,10 @@ class Placement:
         integers = (self._integer, self._read_as_integer, self._added_unrounded, self._joined, assumed)
         floats = [operand for operand in operands if not any(operand in values for values in integers)]
         if pattern.needs_integer_inputs and floats:
-            return f"its operand '{floats[0].name}' is float"
+            return f"its operand '{self._maker(floats[0])}' is float"
         unrounded = [operand for operand in operands if operand in self._joined | self._added_unrounded]
         if pattern.shares and unrounded:
-            return f"its operand '{unrounded[0].name}' has no scale of its own to share"
+            return f"its operand '{self._maker(unrounded[0])}' has no scale of its own to share"
         if pattern.fixed and self._is_read_in_float(node):
             return "its result is read in float, and 256 steps would be coarse"
         return ""
@@ -314,6 +314,11 @@ class Placement:
             found.append(source)
         return found
 
+    def _maker(self, node: Node) -> str:
+        """What a value goes by while units are being placed: the unit whose numbers it holds, or the input."""
+        source = self._moved_from(node)[-1]
+        return next((placed.unit.name for placed in self.placed if placed.output is source), source.name)
+
     def _is_read_in_float(self, node: Node, *, joins: bool = True) -> bool:
         """Whether no integer unit would compute with the value if it were integers, moved or, by ``joins``, joined.
 
@@ -334,7 +339,7 @@ class Placement:
 
     def _could_be(self, node: Node, wanted: Callable[[Pattern], bool]) -> bool:
         """Whether a pattern that is wanted may take an operator; operands whose turn is to come are asked likewise."""
-        patterns = [p for p in self.target.patterns if node.target in p.anchors and wanted(p)]
+        patterns = [p for p in self.target.patterns if p.is_about(node) and wanted(p)]
         unknown = dict.fromkeys(o for p in patterns for o in _operands(node, p) if o not in self._taken)
         assumed = [o for o in unknown if self._answers.ask(o, _gives, partial(self._could_be, o, _gives))]
         return any(not self._refusal(node, pattern, assumed) for pattern in patterns)
@@ -348,11 +353,11 @@ class Placement:
         return others[0] in self._integer and self._could_be_integer(user)
 
     def _is_move(self, node: Node, kinds: tuple[str, ...] = ("move",)) -> bool:
-        patterns = (pattern for pattern in self.target.patterns if node.target in pattern.anchors)
+        patterns = (pattern for pattern in self.target.patterns if pattern.is_about(node))
         return any(p.kind in kinds and not (p.accepts and p.accepts(node)) for p in patterns)
 
     def _joins(self, node: Node) -> bool:
-        return any(pattern.joins and node.target in pattern.anchors for pattern in self.target.patterns)
+        return any(pattern.joins and pattern.is_about(node) for pattern in self.target.patterns)
 
     def _is_sum(self, node: Node) -> bool:
         """Whether a sum adds nothing but results of linear layers that nothing else reads, moved, or sums of such."""
@@ -369,7 +374,7 @@ class Placement:
 
     def _kind(self, node: Node) -> str:
         """What the pattern that would take an operator calls it, or else its own name."""
-        patterns = (pattern for pattern in self.target.patterns if node.target in pattern.anchors)
+        patterns = (pattern for pattern in self.target.patterns if pattern.is_about(node))
         fitting = (pattern.kind for pattern in patterns if not (pattern.accepts and pattern.accepts(node)))
         return next(fitting, _operator(node))
 

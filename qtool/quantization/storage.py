@@ -1,10 +1,11 @@
-"""Weights in bytes where nothing is calibrated: embedding tables and the matrices of recurrent layers.
+"""Weights in bytes where nothing is calibrated: embedding tables, recurrent layers, and experts that stay whole.
 
-A lookup copies rows, and most runtimes compute a recurrent layer in float. Their size is another matter, since they can
-be most of a model: ``row ≈ scale · q`` with ``scale = max|row| / 127``, a scale for each row of a table or each unit of
-a gate, makes them four times smaller. A layer that shares a matrix, as the last one often does with the table, shares
-its integers too where they are the same. Where the target computes an LSTM in integers that are rounded by their own
-range at run time, it becomes ``qtool::lstm`` (:mod:`qtool.graphs.lstm`).
+A lookup copies rows, and most runtimes compute a recurrent layer in float, and a product with a stack of many or small
+matrices. Their size is another matter, since they can be most of a model: ``row ≈ scale · q`` with ``scale = max|row| /
+127``, a scale for each row of a table or of a matrix or for each unit of a gate, makes them four times smaller. A layer
+that shares a matrix, as the last one often does with the table, shares its integers too where they are the same. Where
+the target computes an LSTM in integers that are rounded by their own range at run time, it becomes ``qtool::lstm``
+(:mod:`qtool.graphs.lstm`).
 
 Left out on purpose: tables of few rows, whose bytes do not matter; recurrent layers over packed sequences, which have
 no form in ONNX.
@@ -27,7 +28,7 @@ from qtool.quantization.integers import store_before
 from qtool.quantization.placement import Placement
 from qtool.quantization.quantizers.pair_sums import PAIRED, fitting
 from qtool.quantization.quantizers.qparams import symmetric_qparams
-from qtool.quantization.targets import STORED, matrices
+from qtool.quantization.targets.stored import moved_from, stored_by_rows
 
 QMAX = 127
 _PARTS = ("rows", "rows_scale", "hidden_rows", "hidden_rows_scale", "rows_bias")
@@ -37,7 +38,7 @@ _GATES = (0, 3, 1, 2)
 
 def store_bytes(graph_module: GraphModule, placement: Placement) -> int:
     """Stores tables and recurrent matrices of the placement as int8, in place, and tells their units; how many do."""
-    wanted = {p.unit.name: p for p in placement.placed if p.pattern is not None and p.pattern.kind in STORED}
+    wanted = {p.unit.name: p for p in placement.placed if p.pattern is not None and p.pattern.stored}
     anchors = {name: placed.anchor.target for name, placed in wanted.items()}
     readers = [n for n in graph_module.graph.nodes if anchors.get(n.meta.get("unit")) is n.target]
     shared = [n for n in graph_module.graph.nodes if n.target is quantized.dequantize_per_channel.default]
@@ -53,11 +54,12 @@ def store_bytes(graph_module: GraphModule, placement: Placement) -> int:
             _write_integer_lstm(graph_module, node, lstms[params])
             placed.unit = dataclasses.replace(placed.unit, integer=True, reason="", weight_bits=(2 * qmax).bit_length())
             continue
-        for index, matrix in enumerate(dict.fromkeys(matrices(node))):
+        lines = {part for value in node.all_input_nodes for part in moved_from(value)}
+        for index, matrix in enumerate(dict.fromkeys(stored_by_rows(node))):
             if matrix not in made:
                 made[matrix] = _dequantized(graph_module, node, matrix, f"{node.name}_{index}", shared)
-                shared.append(made[matrix])
-            node.replace_input_with(matrix, made[matrix])
+            for reader in [reader for reader in matrix.users if reader is node or reader in lines]:
+                reader.replace_input_with(matrix, made[matrix])
         placed.unit = dataclasses.replace(placed.unit, weight_bits=8)
     graph_module.graph.eliminate_dead_code()
     return len(readers)
@@ -143,9 +145,12 @@ def _integers(matrix: Tensor, qmax: int, unit: str, paired: int | None = None) -
 
 
 def _dequantized(graph_module: GraphModule, node: Node, matrix: Node, name: str, shared: list[Node]) -> Node:
-    """The matrix dequantized: of integers that another layer has already, or of its own."""
-    weight = _stored(graph_module, matrix)
-    integers, scales = _integers(weight, QMAX, node.meta["unit"])
+    """The matrix dequantized: of integers that another of ``shared`` has already, or of its own, which are added.
+
+    A stack of matrices is dequantized as the rows of all, and takes its shape again.
+    """
+    weight, first = _stored(graph_module, matrix), min(matrix.users)
+    integers, scales = _integers(weight.reshape(-1, weight.shape[-1]), QMAX, node.meta["unit"])
     other = next((n for n in shared if _holds(graph_module, n, integers, scales)), None)
     if other is None:
         values = {
@@ -153,14 +158,18 @@ def _dequantized(graph_module: GraphModule, node: Node, matrix: Node, name: str,
             "rows_scale": scales,
             "rows_zero_point": torch.zeros(len(scales), dtype=torch.int64),
         }
-        stored = [store_before(graph_module, node, f"{name}_{word}", value) for word, value in values.items()]
+        stored = [store_before(graph_module, first, f"{name}_{word}", value) for word, value in values.items()]
     else:
-        with graph_module.graph.inserting_before(node):  # what the other reads may stand behind this one
+        with graph_module.graph.inserting_before(first):  # what the other reads may stand behind this one
             stored = [graph_module.graph.get_attr(str(source.target)) for source in other.all_input_nodes]
-    with graph_module.graph.inserting_before(node):
-        return graph_module.graph.call_function(
+    with graph_module.graph.inserting_before(first):
+        made = graph_module.graph.call_function(
             quantized.dequantize_per_channel.default, (*stored, 0, -QMAX, QMAX, torch.int8)
         )
+        shared.append(made)
+        if weight.dim() == 2:
+            return made
+        return graph_module.graph.call_function(aten.reshape.default, (made, list(weight.shape)))
 
 
 def _holds(graph_module: GraphModule, node: Node, integers: Tensor, scales: Tensor) -> bool:

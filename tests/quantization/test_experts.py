@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,15 @@ def test_an_expert_that_no_sample_reaches_is_named_with_what_to_do(mode: str) ->
 
 
 class Stacked(nn.Module):
-    """The weights of three experts in one tensor each; all see every token, and a gate weighs what they give."""
+    """The weights of some experts in one tensor each; all see every token, and a gate weighs what they give."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 3) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(16, 3), nn.Parameter(torch.randn(3, 16, 64) / 4)
-        self.down = nn.Parameter(torch.randn(3, 64, 16) / 8)
+        self.gate, self.up = nn.Linear(16, experts), nn.Parameter(torch.randn(experts, 16, 64) / 4)
+        self.down = nn.Parameter(torch.randn(experts, 64, 16) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        made = torch.bmm(torch.bmm(x.expand(3, -1, -1), self.up).relu(), self.down)
+        made = torch.bmm(torch.bmm(x.expand(len(self.up), -1, -1), self.up).relu(), self.down)
         return (made * self.gate(x).softmax(-1).T.unsqueeze(-1)).sum(0)
 
 
@@ -149,3 +150,54 @@ def test_experts_of_one_tensor_are_stored_in_few_bits(
     with torch.no_grad():
         wanted = net(batches[0])
         assert float((form(batches[0]) - wanted).norm() / wanted.norm()) < (0.03 if bits == 8 else 0.3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weights_only": True}, {"target": "openvino"}, {"overrides": {"*bmm": "float"}}],
+    ids=["integer", "weights", "openvino", "override"],
+)
+def test_small_experts_are_stored_in_bytes_and_read_in_float(options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, batches = nn.Sequential(nn.Linear(16, 16), Stacked(experts=6)).eval(), [torch.randn(4, 16) for _ in range(8)]
+    form = quantize(net, QuantizeConfig(**options), example=batches[0], calibration=batches)
+    stored = [unit for unit in form.plan.units if unit.kind == "stored_product" and unit.weight_bits == 8]
+    assert len(stored) == 2 - ("overrides" in options)
+    assert not any(unit.integer for unit in stored)
+    exported = export(form, tmp_path, ExportConfig(), samples=batches)
+    assert {gate["passed"] for gate in exported.gates} <= {True, None}
+    model = onnx.load(exported.files["int8"])
+    kinds = Counter(tensor.data_type for tensor in model.graph.initializer if math.prod(tensor.dims) == 6 * 16 * 64)
+    assert kinds == Counter({TensorProto.INT8: len(stored)}) + Counter({TensorProto.FLOAT: 2 - len(stored)})
+    with torch.no_grad():
+        wanted = net(batches[0])
+        assert float((form(batches[0]) - wanted).norm() / wanted.norm()) < 0.03
+
+
+class Shared(nn.Module):
+    """Experts that are read twice as they are stored, and once turned, before anything is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.out = nn.Parameter(torch.randn(6, 16, 64) / 4), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.stack.transpose(1, 2)
+        hidden = torch.bmm(x.expand(6, -1, -1), self.stack).relu()
+        return self.out(torch.bmm(torch.bmm(hidden, turned), self.stack).mean(0))
+
+
+@pytest.mark.parametrize(("engine", "stored"), [("pt2e", 2), ("torch.ao", 1)])  # the first turns constants itself
+def test_a_stack_that_is_read_twice_is_stored_once(engine: str, stored: int) -> None:
+    torch.manual_seed(0)
+    net, batches = Shared().eval(), [torch.randn(4, 16) for _ in range(8)]
+    form = quantize(net, QuantizeConfig(engine=engine), example=batches[0], calibration=batches)
+    assert [unit.weight_bits for unit in form.plan.units if unit.kind == "stored_product"] == [8, 8, 8]
+    large = [tensor for tensor in (*form.graph.parameters(), *form.graph.buffers()) if tensor.numel() == 6 * 16 * 64]
+    assert [tensor.dtype for tensor in large] == [torch.int8] * stored
+    rows = next(tensor for tensor in large if tensor.shape[-1] == 64)
+    stack = net.stack.detach().reshape(-1, 64)
+    assert torch.equal(rows.reshape(-1, 64), torch.round(stack / (stack.abs().amax(1, keepdim=True) / 127)).char())
+    with torch.no_grad():
+        wanted = net(batches[0])
+        assert float((form(batches[0]) - wanted).norm() / wanted.norm()) < 0.03

@@ -37,7 +37,6 @@ from qtool.quantization.placement import Placed, Placement
 from qtool.quantization.quantizers.pair_sums import PAIRED, is_depthwise, least_ends
 from qtool.quantization.rewrites.norms import NORMAL, readers_of
 from qtool.quantization.storage import QMAX, is_integer_lstm, lstm_qmax
-from qtool.quantization.targets import STORED
 from qtool.units import many
 
 MOST_CHANNELS = 2048
@@ -84,7 +83,7 @@ def _lstms(placement: Placement) -> list[Node]:
     """Those whose integers of 8 bits the target multiplies by bytes. Their states keep the order that they have."""
     if not placement.target.adds_pairs or lstm_qmax(placement) != QMAX:
         return []
-    stored = (p.anchor for p in placement.placed if p.pattern is not None and p.pattern.kind in STORED)
+    stored = (p.anchor for p in placement.placed if p.pattern is not None and p.pattern.stored)
     return [node for node in stored if is_integer_lstm(node, placement)]
 
 

@@ -20,7 +20,7 @@ from qtool.graphs.shapes import same_sizes
 from qtool.quantization.algorithms.streams import unfit
 from qtool.quantization.algorithms.subject import Subject
 from qtool.quantization.algorithms.verify import QMAX
-from qtool.quantization.targets.base import CELLS, RECURRENT
+from qtool.quantization.targets.stored import CELLS, RECURRENT
 
 VECTORS: dict[Any, tuple[int, ...]] = {aten.layer_norm.default: (2, 3), aten.rms_norm.default: (2,)}
 TURNS = (aten.permute.default, aten.transpose.int)

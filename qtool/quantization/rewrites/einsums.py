@@ -9,8 +9,9 @@ neural operator's ``bixy,ioxy->boxy``), are multiplied as matrices, stored or no
 A stored tensor with letters that stay in both (the experts of a mixture, ``ebk,ekn->ebn``, be it written as ``bmm`` or
 ``matmul``) is a linear layer for each index of these, whose results are stacked. Of 192 × 384 weights and more, INT8
 takes 0.3 to 0.9 times as long so as one product of floats (ONNX Runtime, one thread, 4 to 64 experts, 2 to 512 rows),
-of 128 × 256 0.9 to 1.8 times, so that small ones stay whole, and very many; floats take about as long either way. Of
-three factors, that activation whose letters are all in another's is multiplied with this one first.
+of 128 × 256 0.9 to 1.8 times, so that small ones stay whole, and very many, stored in bytes (``storage.py``); floats
+take about as long either way. Of three factors, that activation whose letters are all in another's is multiplied with
+this one first.
 
 Left as it is: letters that are summed in one tensor alone, stand twice in it or are repeated, dots, other products of
 three tensors and more, and products of activations with several letters at one place (but for rows of one matrix).
@@ -32,15 +33,10 @@ from torch.fx import GraphModule, Node
 from qtool.graphs.edits import call_before, clean, store_before
 from qtool.graphs.operators import aten
 from qtool.graphs.shapes import same_sizes
-from qtool.quantization.placement import LEFT
+from qtool.quantization.targets.stored import PRODUCTS, is_stored, moved_from
 
 MOST_LAYERS, LEAST_WEIGHTS = 64, 2**16
 """Into how many layers a product is parted at most, and how many weights each of them has at least."""
-_PRODUCTS = (aten.matmul.default, aten.bmm.default)
-_MOVES = (
-    aten.permute.default, aten.transpose.int, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int,
-    aten.select.int, aten.unsqueeze.default,
-)  # fmt: skip
 _Factors = tuple[list[Node], list[str], str]
 """What is multiplied, with its letters and the result's."""
 
@@ -58,7 +54,7 @@ class _Letters:
 def write_einsums(graph_module: GraphModule) -> int:
     """Rewrites in place what can be; returns how many."""
     writer, changed = _Writer(graph_module), 0
-    for node in [node for node in graph_module.graph.nodes if node.target in (aten.einsum.default, *_PRODUCTS)]:
+    for node in [node for node in graph_module.graph.nodes if node.target in (aten.einsum.default, *PRODUCTS)]:
         joined, made = _join_activations(node), writer.write(node)
         if made is not None:
             made.meta = {**node.meta, "val": node.meta["val"]}
@@ -103,23 +99,22 @@ class _Writer:
             return _turned(node, operands[0], terms[0], result)
         if len(terms) != 2:
             return None
-        if _is_stored(operands[0]):
+        if is_stored(operands[0]):
             terms, operands = terms[::-1], operands[::-1]
         letters = _sorted(terms[0], terms[1], result)
-        if letters is None or _is_stored(operands[0]) or not _have_one_size(operands, terms):
+        if letters is None or is_stored(operands[0]) or not _have_one_size(operands, terms):
             return None
-        if not _is_stored(operands[1]) or node.meta["val"].is_complex():
+        if not is_stored(operands[1]) or node.meta["val"].is_complex():
             return _product(node, operands, terms, letters, result)
         if not (letters.left and letters.right):
             return None
         stored = self._stored(operands[1], terms[1], letters)
-        if letters.both and (reason := _left_whole(stored.matrices)):
-            node.meta[LEFT] = reason
+        if letters.both and not _are_worth_layers(stored.matrices):
             return None
         return self._layers(node, operands[0], stored, terms[0], letters, result)
 
     def _stored(self, value: Node, term: str, letters: _Letters) -> _Stored:
-        source, *moves = _moved(value)
+        source, *moves = moved_from(value)
         path = str(source.target)
         weight = operator.attrgetter(path)(self._graph_module).detach()
         for move in moves:
@@ -172,7 +167,7 @@ def _read_product(node: Node) -> _Factors | None:
     """A product with a stored batch of matrices, in letters; None where it is none, or of vectors."""
     operands: list[Any] = list(node.args)
     ranks = [value.meta["val"].dim() for value in operands]
-    stored = [_is_stored(value) and rank > 2 for value, rank in zip(operands, ranks, strict=True)]
+    stored = [is_stored(value) and rank > 2 for value, rank in zip(operands, ranks, strict=True)]
     if sum(stored) != 1 or min(ranks) < 2 or not node.meta["val"].is_floating_point():
         return None
     batch = string.ascii_lowercase[: max(ranks) - 2]
@@ -180,25 +175,10 @@ def _read_product(node: Node) -> _Factors | None:
     return operands, [f"{left}XY", f"{right}YZ"], f"{batch}XZ"
 
 
-def _left_whole(matrices: Tensor) -> str:
-    """Why layers of such matrices are no faster than one product of floats; empty where they are."""
+def _are_worth_layers(matrices: Tensor) -> bool:
+    """Whether layers of such matrices are faster than one product of floats."""
     count, (outputs, inputs) = math.prod(matrices.shape[:-2]), matrices.shape[-2:]
-    if count <= MOST_LAYERS and outputs * inputs >= LEAST_WEIGHTS:
-        return ""
-    return f"its {count} stored matrices of {inputs} × {outputs} are too many or too small for a layer each"
-
-
-def _is_stored(value: Node) -> bool:
-    """Whether a value is a stored tensor, turned or reshaped or not."""
-    return _moved(value)[0].op == "get_attr"
-
-
-def _moved(value: Node) -> list[Node]:
-    """The value that another is moved from, and the moves."""
-    line = [value]
-    while line[0].target in _MOVES and len(line[0].all_input_nodes) == 1:
-        line[:0] = line[0].all_input_nodes
-    return line
+    return count <= MOST_LAYERS and outputs * inputs >= LEAST_WEIGHTS
 
 
 def _have_one_size(operands: list[Node], terms: list[str]) -> bool:
@@ -238,7 +218,7 @@ def _join_activations(node: Node) -> bool:
     if found is None or len(found[1]) != 3:
         return False
     operands, terms, result = found
-    for large, small in itertools.permutations([place for place in range(3) if not _is_stored(operands[place])], 2):
+    for large, small in itertools.permutations([place for place in range(3) if not is_stored(operands[place])], 2):
         pair, letters = [operands[large], operands[small]], [terms[large], terms[small]]
         if set(letters[1]) <= set(letters[0]) and _have_one_size(pair, letters):
             factor = _turned(node, pair[1], letters[1], "".join(c for c in letters[0] if c in letters[1]))

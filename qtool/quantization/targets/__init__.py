@@ -18,12 +18,10 @@ from qtool.quantization.targets.base import (
     MOVES,
     RELU_LIKE,
     SOFTMAX,
-    STORED,
     UINT8,
     Format,
     Pattern,
     Target,
-    matrices,
 )
 from qtool.quantization.targets.openvino import OPENVINO
 from qtool.quantization.targets.ort_cpu import ORT_CPU
@@ -31,7 +29,7 @@ from qtool.quantization.targets.tensorrt import TENSORRT
 
 __all__ = [
     "INT8_ACTIVATION", "INT8_WEIGHT", "IN_BLOCKS", "MOVES", "OPENVINO", "ORT_CPU", "RELU_LIKE", "SOFTMAX",
-    "STORED", "TARGETS", "TENSORRT", "UINT8", "Format", "Pattern", "Target", "get_target", "matrices",
+    "TARGETS", "TENSORRT", "UINT8", "Format", "Pattern", "Target", "get_target",
 ]  # fmt: skip
 
 TARGETS = {target.name: target for target in (ORT_CPU, TENSORRT, OPENVINO)}

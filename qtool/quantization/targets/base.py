@@ -24,8 +24,6 @@ RELU_LIKE = (
 )  # fmt: skip
 GATE_RANGE = (0.0, 255 / 256)
 """Steps of 1/256 from 0: a gate's 0.5 is an integer, and its 1 the last integer's nearest."""
-LEAST_ROWS = 256
-"""Of an embedding table that is worth quantizing."""
 UNSAFE = "products of activations of 8 bits can saturate on the CPUs for which weights have 7"
 IN_FLOAT = "its {bits}-bit weights are dequantized and it runs in float: what they gain is size"
 IN_BLOCKS = "its {bits}-bit weights are multiplied by inputs that the runtime rounds to 8 bits as they come"
@@ -82,7 +80,8 @@ class Pattern:
     ``joins``: the result holds its operands' numbers as they are, each part with its scale, and has no quantizer where
     only float reads it; its operands are of one format, without zero points.
     ``signed``: the kernel knows no zero points, so that what it reads is symmetric int8, or, but for the second of two
-    operands, never negative.
+    operands, never negative. ``stored``: its weights are bytes, and nothing is calibrated for it (see ``stored.py``).
+    ``accepts``: why an operator is refused, ``meant``: whether it is one of those that the pattern is about at all.
     """
 
     kind: str
@@ -100,7 +99,13 @@ class Pattern:
     sums: bool = False
     joins: bool = False
     signed: bool = False
+    stored: bool = False
     accepts: Callable[[torch.fx.Node], str] | None = None
+    meant: Callable[[torch.fx.Node], bool] | None = None
+
+    def is_about(self, node: torch.fx.Node) -> bool:
+        """Whether an operator can stand first in the kernel, if nothing is against it."""
+        return node.target in self.anchors and (self.meant is None or self.meant(node))
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ class Target:
         """Layers whose weights alone are integers: everything else is float, as far as the plan has a say in it."""
         layers = self._layers(IN_FLOAT)
         patterns = tuple(found for p in layers for found in (self._from_weights(p) if p.weighted else [p]))
-        patterns += tuple(pattern for pattern in self.patterns if pattern.kind in STORED)
+        patterns += tuple(pattern for pattern in self.patterns if pattern.stored)
         return dataclasses.replace(
             self, patterns=patterns, flat_linears=True, integer_lstm=False, group_width=None,
             leaves="only weights are quantized",
@@ -226,30 +231,6 @@ def pool_to_one(node: torch.fx.Node) -> str:
     size = node.args[1]
     ones = all(s == 1 for s in size) if isinstance(size, list | tuple) else size == 1
     return "" if ones else "adaptive pooling to more than one cell has no integer kernel"
-
-
-def large_table(node: torch.fx.Node) -> str:
-    """Why the table of a lookup is not worth quantizing; empty when it is."""
-    table = node.args[0]
-    if not (isinstance(table, torch.fx.Node) and table.op == "get_attr"):
-        return "its table is computed, not stored"
-    rows = table.meta["val"].shape[0]
-    return "" if rows >= LEAST_ROWS else f"a table of {rows} rows is small"
-
-
-def matrices(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """What a lookup or a recurrent layer reads by rows: its table, or the matrices of its gates, layer after layer."""
-    if node.target is aten.embedding.default:
-        found: Any = node.args[:1]
-    else:
-        found = node.args[2:4] if node.target in CELLS else node.args[2]
-    return [value for value in found if isinstance(value, torch.fx.Node) and value.meta["val"].dim() == 2]
-
-
-def stored_gates(node: torch.fx.Node) -> str:
-    """Why the matrices of a recurrent layer cannot be stored in bytes; empty when they can."""
-    stored = all(matrix.op == "get_attr" for matrix in matrices(node))
-    return "" if stored else "its weight is computed, not stored"
 
 
 def plain_sum(node: torch.fx.Node) -> str:
@@ -367,22 +348,6 @@ FLOAT_BETWEEN: dict[str, Any] = {
     "needs_integer_inputs": True, "float_output": True, "in_float": "it runs in float between integers",
 }  # fmt: skip
 """Operators without an integer kernel: what they give is quantized where integers read it, so that these stay so."""
-TABLE = Pattern(
-    "embedding", (aten.embedding.default,), operands=(), quantizes_output=False, accepts=large_table,
-    in_float="rows of its 8-bit table are dequantized as they are read: what that gains is size",
-)  # fmt: skip
-
-CELLS = (
-    aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default,
-)  # fmt: skip
-RECURRENT = Pattern(
-    "recurrent", (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input, *CELLS), operands=(),
-    quantizes_output=False, accepts=stored_gates,
-    in_float="its 8-bit weights are dequantized as the file is opened and it runs in float: what they gain is size",
-)  # fmt: skip
-STORED = (TABLE.kind, RECURRENT.kind)
-"""Kinds of what reads bytes in float, whatever else is quantized."""
-
 POOLS_AND_MOVES = (
     Pattern("global_avg_pool", ADAPTIVE_POOLS, accepts=pool_to_one, **BETWEEN),
     Pattern("global_avg_pool", (aten.mean.dim,), accepts=global_mean, **BETWEEN),

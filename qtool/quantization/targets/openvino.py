@@ -34,14 +34,13 @@ from qtool.quantization.targets.base import (
     FLOAT_BETWEEN,
     POINTWISE,
     POOLS_AND_MOVES,
-    RECURRENT,
     SOFTMAX,
-    TABLE,
     Pattern,
     Target,
     makes_no_logarithm,
     weighted,
 )
+from qtool.quantization.targets.stored import STORED
 from qtool.runtimes import onednn
 
 _LOGITS = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.ScalarOther, aten.masked_fill.Scalar)
@@ -105,6 +104,7 @@ OPENVINO = Target(
         Pattern("concat", (aten.cat.default,), joins=True, **BETWEEN),
         Pattern("avg_pool", AVERAGE_POOLS, signed=True, accepts=counts_padding, **BETWEEN),
         *POOLS_AND_MOVES,
+        *STORED,
         Pattern(
             "matmul",
             (aten.matmul.default, aten.bmm.default),
@@ -121,8 +121,6 @@ OPENVINO = Target(
             in_float="it runs in float between integers",
             accepts=of_products,
         ),
-        TABLE,
-        RECURRENT,
         Pattern("activation", POINTWISE, **FLOAT_BETWEEN),
     ),
     flat_linears=False,

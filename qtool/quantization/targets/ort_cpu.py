@@ -33,15 +33,14 @@ from qtool.quantization.targets.base import (
     FLOAT_BETWEEN,
     GATE_RANGE,
     POOLS_AND_JOINS,
-    RECURRENT,
     RELU_LIKE,
     SMOOTH,
-    TABLE,
     UPSAMPLES,
     Pattern,
     Target,
     weighted,
 )
+from qtool.quantization.targets.stored import STORED
 
 MOST_CHANNELS = 32
 """Of a depthwise convolution that is slower in integers."""
@@ -110,8 +109,7 @@ ORT_CPU = Target(
         Pattern("sigmoid", (aten.sigmoid.default,), fixed=GATE_RANGE, **BETWEEN),
         Pattern("hard_sigmoid", (aten.hardsigmoid.default,), fixed=GATE_RANGE, **BETWEEN),
         Pattern("leaky_relu", (aten.leaky_relu.default,), **BETWEEN),
-        TABLE,
-        RECURRENT,
+        *STORED,
         Pattern("activation", (*RELU_LIKE, *SMOOTH, aten.prelu.default), **FLOAT_BETWEEN),
         Pattern("upsample", BLENDS, **FLOAT_BETWEEN),
     ),

@@ -133,9 +133,12 @@ def test_a_product_with_stored_experts_is_a_layer_of_each(name: str, monkeypatch
 
 
 @pytest.mark.parametrize(("most", "least"), [(2, 12), (64, 25)])
-def test_many_or_small_experts_stay_whole(most: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["bmm", "stored first", "letters"])
+def test_many_or_small_experts_stay_whole(name: str, most: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(einsums, "MOST_LAYERS", most)
     monkeypatch.setattr(einsums, "LEAST_WEIGHTS", least)
-    graph = float_form(Mixture(MIXTURES["bmm"][0]).eval(), torch.randn(2, 5, 6))
-    (unit,) = (unit for unit in Placement(graph, ORT_CPU).plan().units if unit.kind == "bmm")
-    assert unit.reason == "its 3 stored matrices of 6 × 4 are too many or too small for a layer each"
+    model, x = Mixture(MIXTURES[name][0]).eval(), torch.randn(2, 5, 6)
+    graph = float_form(model, x)
+    torch.testing.assert_close(graph(x), model(x))
+    (unit,) = (unit for unit in Placement(graph, ORT_CPU).plan().units if unit.kind in ("bmm", "matmul", "einsum"))
+    assert unit.reason == "its 72 stored numbers are few"
