@@ -82,6 +82,11 @@ NOT_NUMBERS = Gate(
     "end-to-end parity", False, "numbers of the float model on the calibration samples", "NaN among them",
     "give samples that it has answers to, or mend what makes NaN of them, as a row of attention that is masked whole",
 )  # fmt: skip
+ZEROS = Gate(
+    "end-to-end parity", None, "SQNR to FP32 as the torch graph's",
+    "not run: the float model answers all samples with zeros, and no error shows in these",
+    "give samples that it has other answers to, or train it",
+)  # fmt: skip
 
 
 def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) -> Gate:
@@ -122,6 +127,8 @@ def end_to_end(quantized: QuantizedModel, path: Path, samples: Iterable[Any]) ->
             if clear := all(output.clear for output in outputs):
                 break
     gate = _gate(_decides(outputs), len(outputs), seen, clear)
+    if gate.passed and not any(output.tells for output in outputs):
+        return ZEROS
     if gate.passed:
         noise = iter(output.noise for output in outputs)
         noises = [next(noise) if is_compared else None for is_compared in compared]
@@ -231,6 +238,11 @@ class _Output:
             errors[0] = torch.ones_like(errors[0])
         self.parts.append(torch.stack([error.square().sum(1) for error in errors]))
         self.numbers += wanted.numel()
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is a signal that errors could be seen in."""
+        return bool(torch.cat(self.parts, 1)[0].any())
 
     @property
     def ratios_db(self) -> tuple[float, float]:

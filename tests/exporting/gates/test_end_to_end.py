@@ -354,3 +354,14 @@ def test_a_float_model_without_answers_is_told_as_such(tmp_path: Path) -> None:
     form = quantize(Dividing().eval(), QuantizeConfig(), example=x[:2], calibration=[x])
     with pytest.raises(ContractError, match=r"numbers of the float model .*; got NaN among them; give samples"):
         export(form, tmp_path, ExportConfig(), samples=[x])
+
+
+def test_zeros_prove_nothing(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5)).eval()
+    nn.init.zeros_(net[3].weight)
+    nn.init.zeros_(net[3].bias)
+    form = quantize(net, QuantizeConfig(), example=next(batches(8)), calibration=list(batches(64)))
+    gates = export(form, tmp_path, ExportConfig(), samples=list(batches(16))).gates
+    (gate,) = (gate for gate in gates if gate["name"] == "end-to-end parity")
+    assert gate["passed"] is None
+    assert gate["found"].startswith("not run: the float model answers all samples with zeros")
