@@ -28,7 +28,7 @@ from torch.fx import GraphModule
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.exporting import onnx_file
 from qtool.exporting.exporter import distinct_quantizers, exact_constants, quicker
-from qtool.exporting.operators import adaptive_pools, attention, complex_numbers, norms, plain_forms, recurrent
+from qtool.exporting.operators import adaptive_pools, attention, norms, plain_forms, recurrent
 from qtool.exporting.passes import (
     activations,
     bare_weights,
@@ -77,6 +77,7 @@ from qtool.exporting.passes import (
     wraps,
 )
 from qtool.form import Plan, QuantizedModel, quantize_nodes, unit_of
+from qtool.graphs import complex_numbers
 from qtool.graphs.programs import line_of, program_of
 from qtool.graphs.recurrent import whole_sequences
 from qtool.graphs.structures import output_names

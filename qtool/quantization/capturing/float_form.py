@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from qtool.graphs.complex_numbers import spell_scatters
 from qtool.graphs.edits import remove_identities, set_training
 from qtool.quantization.capturing.capture import DROPOUT_LAYERS, capture
 from qtool.quantization.capturing.fidelity import require_faithful
@@ -104,6 +105,8 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
     if merged:
         write_norms_whole(graph)  # whose weight may be 1 + w
     drop_masks(graph)
+    spell_scatters(graph.graph)
+    graph.recompile()
 
 
 def spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str], *, train: bool) -> None:

@@ -1,10 +1,13 @@
 """Complex numbers, of which ONNX has none: torch writes them as real ones with an axis of two behind the others.
 
-It has forms for sums, products and Fourier transforms of these, and none for zeros, paddings and parts that are written
-into a whole, as Fourier neural operators (arXiv 2010.08895) make their spectra. What moves numbers moves their parts
-alike, with the last axis as it is:
+torch has forms for sums, products and Fourier transforms of these, and none for zeros, paddings and parts that are
+written into a whole, as Fourier neural operators (arXiv 2010.08895) make their spectra. What moves numbers moves their
+parts alike, with the last axis as it is:
 
     move(z) = view_as_complex(move(view_as_real(z)))
+
+A part that is written into a whole has no gradient in complex numbers either, and ranges that are weighed by gradients
+need one: this is spelled so in the float graph already, where it is still there.
 
 An inverse transform of fewer frequencies than it wants is padded with zeros first. Products of matrices have a form
 that stores each weight twice. They are written as four of the parts: (a + bi)(c + di) = ac - bd + (ad + bc)i.
@@ -35,6 +38,14 @@ _DEFAULTS: dict[Any, tuple[int, ...]] = {
     aten.slice_scatter.default: (0,), aten.flatten.using_ints: (0, -1),
 }  # fmt: skip
 _PRODUCTS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
+_SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
+
+
+def spell_scatters(graph: Graph) -> None:
+    """Writes what writes complex numbers into others as what does so with their parts, in place."""
+    for node in [node for node in graph.nodes if node.target in _SCATTERS]:
+        if all(value.meta["val"].is_complex() for value in (node, *_moved(node))):
+            _move_parts(node)
 
 
 def spell_parts(graph: Graph) -> None:
@@ -51,7 +62,7 @@ def spell_parts(graph: Graph) -> None:
 
 def _moved(node: Node) -> list[Node]:
     """The values that are moved, beside sizes and places."""
-    count = 2 if node.target in (aten.slice_scatter.default, aten.select_scatter.default) else 1
+    count = 2 if node.target in _SCATTERS else 1
     return [value for value in node.args[:count] if isinstance(value, Node)]
 
 

@@ -69,6 +69,36 @@ def test_spectra_are_put_together_of_parts(whole: Callable[[Tensor, Tensor], Ten
     check(Spectral(whole).eval(), torch.randn(2, WIDTH, SIZE))
 
 
+class Open(nn.Module):
+    """A Fourier layer for signals of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, MODES, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(x)
+        spectrum = torch.zeros_like(waves)
+        spectrum[..., :MODES] = torch.einsum("bim,iom->bom", waves[..., :MODES], self.weight)
+        spectrum[..., 0] = spectrum[..., 1]
+        return torch.fft.irfft(spectrum, n=x.shape[-1])
+
+
+def test_what_is_written_into_a_spectrum_of_open_size_has_the_models_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = Open().eval(), torch.randn(2, WIDTH, SIZE)
+    graph = float_form(model, x, axes=(2,))
+    for size in (SIZE, SIZE + 3):
+        other = torch.randn(3, WIDTH, size)
+        gradients = []
+        for made in (model, graph):
+            value = other.clone().requires_grad_()
+            made(value).square().sum().backward()
+            assert value.grad is not None
+            gradients.append(value.grad)
+        torch.testing.assert_close(gradients[1], gradients[0])
+
+
 class Rows(nn.Module):
     """Products with one stored complex matrix, by an operator and by letters."""
 
