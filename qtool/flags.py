@@ -210,7 +210,7 @@ class Command(click.Command):
                 sections.setdefault(getattr(param, "section", "Options"), []).append(record)
         for section, records in sorted(sections.items(), key=lambda item: item[0] == "Output"):
             with formatter.section(section):
-                formatter.write_dl(records, col_max=34)
+                formatter.write_dl(records, col_max=min(34, formatter.width // 2))  # words break in less than that
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if self.example:

@@ -63,13 +63,13 @@ def _results(run: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def describe_run(place: Path) -> dict[str, Any]:
+def describe_run(place: Path, whole: Path | None = None) -> dict[str, Any]:
     """The results of each stage in a run directory, its quantized units, and its variants in the same way."""
     found: dict[str, Any] = {"run": str(place)}
     for stage in STAGES:
         if has_result(place, stage):
             found[stage] = read_result(place, stage, verify=False, stale=True)
-    notes = outdated({stage: found[stage] for stage in STAGES if stage in found}, place)
+    notes = outdated({stage: found[stage] for stage in STAGES if stage in found}, place, whole)
     try:
         if outcome := refused(place):
             found["contract"] = outcome
@@ -79,7 +79,7 @@ def describe_run(place: Path) -> dict[str, Any]:
         found["units"] = _units(plan, _ranges(place, notes), found.get("quantize", {}).get("sensitivity") or ())
     found |= {"notes": notes} if notes else {}
     if not plan:
-        variants = {folder.name: describe_run(folder) for folder in variant_folders(place)}
+        variants = {folder.name: describe_run(folder, place) for folder in variant_folders(place)}
         found |= {"variants": variants} if variants else {}
     return found
 

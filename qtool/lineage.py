@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import earlier, output_path
+from qtool.artifacts import earlier, has_result, output_path
 from qtool.errors import QtoolError
 
 if TYPE_CHECKING:
@@ -83,11 +83,12 @@ def content_of(graph: GraphModule) -> str:
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 
-def outdated(results: Mapping[str, Mapping[str, Any]], run: Path) -> list[str]:
+def outdated(results: Mapping[str, Mapping[str, Any]], run: Path, whole: Path | None = None) -> list[str]:
     """A sentence for each stage of ``run`` whose result is of another than lies there now, with what to do.
 
-    A quantization is compared with the training that its weights came from, wherever that lies. Then one for each file
-    of theirs that is gone or was changed.
+    A quantization is compared with the training that its weights came from, wherever that lies. Then one for each
+    result that was there and is gone, from ``run`` or the ``whole`` run directory around it, and for each file of
+    theirs that is gone or was changed.
     """
     quantized = results.get("quantize", {})
     place = (quantized.get("source") or {}).get("trained_in")
@@ -103,7 +104,23 @@ def outdated(results: Mapping[str, Mapping[str, Any]], run: Path) -> list[str]:
         for stage, why in told.items()
         if why
     ]
-    return [*old, *(text for result in results.values() for text in altered(result, run))]
+    changed = (text for result in results.values() for text in altered(result, run))
+    return [*old, *_lost(results, run, whole or run), *changed]
+
+
+def _lost(results: Mapping[str, Mapping[str, Any]], run: Path, whole: Path) -> Iterator[str]:
+    """What lay further away is not missed: a folder that is handed on alone needs only itself."""
+    made_in = {
+        "export": results.get("export", {}).get("inputs", {}).get("quantized_in"),
+        "quantize": (results.get("quantize", {}).get("source") or {}).get("trained_in"),
+    }
+    for stage, place in made_in.items():
+        before = MADE_FROM[stage][0]
+        folder = Path(os.path.normpath(run / (place or "")))
+        near = place and folder in (Path(os.path.normpath(run)), Path(os.path.normpath(whole)))
+        if near and not has_result(folder, before):
+            where, expected = f"'{folder / before}.json'", f"the result that {stage} was made from"
+            yield str(QtoolError(where, expected, "no file", f"restore it or run 'qtool {before}' again"))
 
 
 def altered(result: Mapping[str, Any], run: Path, file: str | None = None) -> Iterator[str]:

@@ -87,6 +87,11 @@ def test_help_has_an_example_and_a_sentence(command: str) -> None:
     assert result.output.startswith(f"Usage: qtool {command}")
 
 
+def test_help_breaks_no_word_on_a_narrow_terminal() -> None:
+    done = qtool_process("quantize", "--help", env=os.environ | {"COLUMNS": "40"})
+    assert "quantization-aware\n" in done.stdout
+
+
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], *([c, "--help"] for c in COMMANDS), ["completion", "zsh"]]
 )

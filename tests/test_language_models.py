@@ -123,8 +123,33 @@ def test_transformers_models_come_from_a_config(text: str, tmp_path: Path) -> No
         qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=300)
     found = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(found | {"architectures": None}))
-    with pytest.raises(QtoolError, match=r"'architectures' in its config\.json; got none recorded"):
+    with pytest.raises(QtoolError, match="that transformers has; got none recorded"):
         qtool.load_model(f"transformers:{tmp_path / 'model'}", num_classes=256)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("config", "proposed"),
+    [
+        ({"model_type": "bert"}, r'\["BertLMHeadModel"\] or \["BertForSequenceClassification"\]'),
+        (
+            {"model_type": "vit", "architectures": ["NoSuchNet"]},
+            r'got NoSuchNet; .* \["ViTForImageClassification"\] or \["ViTModel"\]',
+        ),
+        ({"model_type": "clip_text_model"}, r'\["CLIPTextModel"\]'),
+        ({"model_type": "funnel"}, r'\["FunnelForSequenceClassification"\] or \["FunnelModel"\]'),
+    ],
+)
+def test_a_config_without_a_known_class_is_told_one_of_its_own(
+    config: dict[str, Any], proposed: str, tmp_path: Path
+) -> None:
+    try:
+        from transformers import BertModel  # noqa: F401
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"transformers does not import: {error}")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QtoolError, match=f"'architectures' in its config.json that transformers has; .*{proposed}$"):
+        qtool.load_model(f"transformers:{tmp_path}", num_classes=10)
 
 
 def _no_connection(*_: Any, **__: Any) -> None:

@@ -24,6 +24,7 @@ happens once, where converting through a second format can round twice.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -35,6 +36,7 @@ Value = Fraction | float
 """An exact number; as a float only infinities, NaN and minus zero."""
 _WORDS = {"pi": Fraction(math.pi), "π": Fraction(math.pi), "e": Fraction(math.e)}
 _LARGEST_EXPONENT = 300
+_HEXADECIMAL = re.compile(r"([+-]?)0x(?=\.?[0-9a-f])([0-9a-f]*)\.?([0-9a-f]*)(?:p([+-]?[0-9]+))?")
 MINUS_ZERO = -0.0
 
 
@@ -171,13 +173,16 @@ def parse(text: str) -> Value:
 
 
 def _from_hexadecimal(word: str, text: str) -> Value:
-    try:
-        value = float.fromhex(word)
-    except (ValueError, OverflowError):
-        raise _unreadable(text) from None
-    if value and math.isfinite(value):
-        return _within_reach(Fraction(value), text)
-    return value if value or word.startswith("-") else Fraction(0)
+    if not (found := _HEXADECIMAL.fullmatch(word)):
+        raise _unreadable(text)
+    sign, whole, part, power = found.groups()
+    digits, exponent = int(whole + part, 16), float(power or 0)
+    if not digits:
+        return MINUS_ZERO if sign == "-" else Fraction(0)
+    if abs(exponent) > 4 * (_LARGEST_EXPONENT + len(word)):  # 2^4 is more than 10: no digits make up for it
+        raise _too_far(text, exponent > 0)
+    value = digits * _power(int(exponent) - 4 * len(part))
+    return _within_reach(-value if sign == "-" else value, text)
 
 
 def _decimal(part: str, text: str) -> Decimal:
@@ -186,19 +191,20 @@ def _decimal(part: str, text: str) -> Decimal:
     except InvalidOperation:
         raise _unreadable(text) from None
     if value.is_finite() and value and abs(value.adjusted()) > _LARGEST_EXPONENT:
-        raise _too_far(text)
+        raise _too_far(text, value.adjusted() > 0)
     return value
 
 
 def _within_reach(value: Fraction, text: str) -> Fraction:
     largest = Fraction(10**_LARGEST_EXPONENT)
     if value and not 1 / largest <= abs(value) <= largest:
-        raise _too_far(text)
+        raise _too_far(text, abs(value) > 1)
     return value
 
 
-def _too_far(text: str) -> UsageError:
-    return UsageError(f"number '{text}'", "one within 10^±300", "a larger exponent", "write inf, or 0")
+def _too_far(text: str, is_large: bool) -> UsageError:
+    got, do = ("a larger one", "write inf") if is_large else ("a smaller one", "write 0")
+    return UsageError(f"number '{text}'", "0, or a size from 1e-300 to 1e300", got, do)
 
 
 def _unreadable(text: str) -> UsageError:

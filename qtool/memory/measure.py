@@ -12,7 +12,6 @@ several processes it takes its share of the batch, and counts for itself.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -32,8 +31,7 @@ from qtool.steps.setup import LossFunction, Setup, trained
 from qtool.steps.step import NotFinite, Step
 from qtool.system import processes
 from qtool.system.devices import current, grow_in_place, memory_used, resolve_device
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some builds of the profiler tell each start on standard error
+from qtool.system.quiet import quiet_profiler
 
 Prepare = Callable[[nn.Module, TrainConfig, Any], Setup]
 SKIPPED = 20
@@ -134,7 +132,8 @@ def _on_cpu(run: Callable[[], int], device: torch.device) -> tuple[int, int]:
 
 def allocations(run: Callable[[], Any]) -> tuple[list[int], Any]:
     """What torch's CPU allocator handed out (+) and took back (−), bytes in order; and what ``run`` returned."""
-    with profile(profile_memory=True) as profiler:  # torch.profiler's would sort all events, and import the compiler
+    # torch.profiler's would sort all events, and import the compiler
+    with quiet_profiler(), profile(profile_memory=True) as profiler:
         returned = run()
     assert profiler.kineto_results is not None
     events = profiler.kineto_results.events()  # a GPU's blocks are among them

@@ -21,6 +21,8 @@ from qtool.system.imports import imported
 Builder = Callable[[str, int | None, int | None, bool], nn.Module]
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """What a name of Hugging Face's hub looks like; a relative path may too."""
+_CLASSES = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQUENCE_CLASSIFICATION", "MODEL_FOR_IMAGE_CLASSIFICATION", "MODEL")
+"""The tables of transformers that tell the class of a configuration, those for the tasks here first."""
 
 
 def torchvision_model(name: str, num_classes: int | None, in_channels: int | None, pretrained: bool) -> nn.Module:
@@ -107,9 +109,13 @@ def _require_there(name: str, pretrained: bool) -> None:
 def _architecture(library: Any, name: str, config: Any) -> Any:
     recorded = (config.architectures or [""])[0]
     if not hasattr(library, recorded or "none"):
+        tables = (getattr(library, f"{table}_MAPPING", {}) for table in _CLASSES)
+        found = [table[type(config)] for table in tables if type(config) in table][:2]
+        kinds = [(kind[0] if isinstance(kind, tuple) else kind).__name__ for kind in found]
+        example = " or ".join(f'["{kind}"]' for kind in kinds or ("GPT2LMHeadModel",))
         raise QtoolError(
-            f"model 'transformers:{name}'", "'architectures' in its config.json", recorded or "none recorded",
-            'add for example "architectures": ["GPT2LMHeadModel"]',
+            f"model 'transformers:{name}'", "'architectures' in its config.json that transformers has",
+            recorded or "none recorded", f'write there for example "architectures": {example}',
         )  # fmt: skip
     return getattr(library, recorded)
 

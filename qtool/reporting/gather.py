@@ -81,7 +81,7 @@ def gather(path: Path) -> Run:
     run = _read(path, path.resolve().name)
     names = [f"{stage}.json" for stage in STAGES]
     folders = sorted({file.parent for name in (*names, REFUSED) for file in path.glob(f"[!.]*/{name}")})
-    run.variants = [_read(folder, folder.name) for folder in folders if folder.name != "checkpoints"]
+    run.variants = [_read(folder, folder.name, path) for folder in folders if folder.name != "checkpoints"]
     places = (run, *run.variants)
     if not any(place.results or place.refused for place in places):
         if unread := [error for place in places for error in place.unread]:
@@ -110,7 +110,7 @@ def plain(run: Run) -> dict[str, Any]:
     return found | ({"variants": {place.name: plain(place) for place in run.variants}} if run.variants else {})
 
 
-def _read(path: Path, name: str) -> Run:
+def _read(path: Path, name: str, whole: Path | None = None) -> Run:
     run = Run(name, path)
     for stage in STAGES:
         if not has_result(path, stage):
@@ -123,7 +123,7 @@ def _read(path: Path, name: str) -> Run:
         run.results[stage] = result
         if result.get("stale"):
             run.missing.append(f"{stage} is stale: {result['stale']}")
-    run.missing += outdated(run.results, path)
+    run.missing += outdated(run.results, path, whole)
     try:
         run.refused = refused(path)
     except QtoolError as error:

@@ -33,7 +33,7 @@ from qtool.runtimes.base import Array, Kernel, ProviderError, TensorInfo, check_
 from qtool.runtimes.torch_half import graphs, halve, is_quantized
 from qtool.runtimes.torch_integer import use_integer_products
 from qtool.system.devices import load_inductor, move_graph, require_compilation
-from qtool.system.quiet import quiet_choices
+from qtool.system.quiet import quiet_choices, quiet_profiler
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _NAMES = {
@@ -111,7 +111,7 @@ class TorchSession:
         """The multiplying operators executed for ``feeds``, outermost only, from PyTorch's profiler."""
         values = self._on_device(feeds)
         self._compute(values)
-        with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        with quiet_profiler(), torch.autograd.profiler.profile(record_shapes=True) as profile:
             self._compute(values)
         assert profile.kineto_results is not None
         events = profile.kineto_results.events()

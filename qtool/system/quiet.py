@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_KINETO = "KINETO_LOG_LEVEL"
 
 
 @contextlib.contextmanager
@@ -54,6 +57,19 @@ def quiet_choices() -> Iterator[None]:
     name = "torch._inductor.select_algorithm"
     with quiet_loggers(name, below=logging.CRITICAL), contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keeps builds of torch's profiler from telling each start on standard error; it reads this at the first one."""
+    if _KINETO in os.environ:
+        yield
+        return
+    os.environ[_KINETO] = "99"
+    try:
+        yield
+    finally:
+        os.environ.pop(_KINETO, None)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,19 @@ def tf32(value: float) -> float:
     return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
+@pytest.mark.parametrize("text", ["1e301", "0x1p5000", "-0x1p1000", "0x1p" + "9" * 5000, "9e-301", "0x1p-5000"])
+def test_a_number_beyond_reach_is_told_as_too_large_or_too_small(text: str) -> None:
+    told = "smaller one; write 0" if "-" in text[1:] else "larger one; write inf"
+    with pytest.raises(UsageError, match=f"expected 0, or a size from 1e-300 to 1e300; got a {told}$"):
+        parse(text)
+
+
+@given(st.floats(-9e299, 9e299).filter(lambda value: not value or abs(value) > 1e-300))
+def test_hexadecimals_are_read_exactly(value: float) -> None:
+    assert same(parse(value.hex()), value)
+    assert parse("0x1.00000000000000000001p0") - 1 == Fraction(1, 16**20)
+
+
 @pytest.mark.parametrize("name", TORCH)
 @given(value=REAL | NEAR)
 def test_the_16_and_8_bit_formats_are_torchs(name: str, value: float) -> None:

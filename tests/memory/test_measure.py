@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +32,21 @@ def test_a_gpu_s_blocks_are_not_counted_as_the_host_s(monkeypatch: pytest.Monkey
     profiled = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: told))
     monkeypatch.setattr(measure, "profile", lambda **_: nullcontext(profiled))
     assert measure.allocations(lambda: "made") == ([4, -4], "made")
+
+
+def test_a_measurement_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    seen = measure.allocations(lambda: os.environ["KINETO_LOG_LEVEL"])[1]
+    assert (seen, os.environ.get("KINETO_LOG_LEVEL")) == ("99", None)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "1")
+    seen = measure.allocations(lambda: os.environ["KINETO_LOG_LEVEL"])[1]
+    assert (seen, os.environ["KINETO_LOG_LEVEL"]) == ("1", "1")
+
+
+def test_importing_a_module_that_measures_changes_no_environment() -> None:
+    code = "import os; told = dict(os.environ); import qtool.memory.predict, qtool.memory.measure"
+    done = [sys.executable, "-c", f"{code}; assert 'KINETO_LOG_LEVEL' not in set(os.environ) - set(told)"]
+    subprocess.run(done, check=True, env={k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 
 from qtool.artifacts import pending
 from qtool.errors import QtoolError
+from qtool.inspection import describe_run
 from qtool.reporting.gather import gather, plain
 from qtool.system.files import sha256_of
 
@@ -141,6 +142,26 @@ def test_a_file_that_was_changed_or_taken_away_is_said(finished_run):
     assert told.startswith(f"ptq: '{place / 'int8.pt2'}': expected sha256 {entry['sha256'][:12]}… as recorded")
     (place / "int8.pt2").unlink()
     assert "no file" in gather(finished_run).told[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "record", "place", "before"),
+    [
+        ("export", {"inputs": {"quantized_in": "."}}, "ptq", "quantize"),
+        ("quantize", {"source": {"trained_in": "."}}, "ptq", "train"),
+        ("quantize", {"source": {"trained_in": ".."}}, ".", "train"),
+    ],
+)
+def test_a_result_that_is_gone_is_missed_where_another_was_made_from_it(finished_run, stage, record, place, before):
+    path = finished_run / "ptq" / f"{stage}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | record))
+    lost = finished_run / place / f"{before}.json"
+    lost.unlink(missing_ok=True)
+    told = f"'{lost}': expected the result that {stage} was made from; got no file; restore it or run 'qtool {before}'"
+    assert gather(finished_run).told[0] == f"ptq: {told} again"
+    assert describe_run(finished_run / "ptq", finished_run)["notes"] == [f"{told} again"]
+    if place == ".":
+        assert gather(finished_run / "ptq").told == []  # it was handed on alone
 
 
 def test_a_folder_without_results_is_refused(tmp_path):
