@@ -267,6 +267,25 @@ def test_convolutions_and_products_before_a_logarithm_stay_in_float(target: str)
     assert not next(unit for unit in units if unit.kind == "matmul").integer
 
 
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino"])
+def test_a_stored_filter_bank_keeps_its_numbers_before_a_logarithm(target: str) -> None:
+    class Bank(nn.Module):
+        def __init__(self, decibels: bool) -> None:
+            super().__init__()
+            self.register_buffer("bank", torch.rand(64, 80))
+            self.decibels = decibels
+
+        def forward(self, power: Tensor) -> Tensor:
+            energies = self.bank @ power
+            return (energies + 1e-6).log() if self.decibels else energies.tanh()  # type: ignore[no-any-return]
+
+    for decibels in (True, False):
+        graph = capture(Bank(decibels).eval(), torch.rand(2, 80, 5))
+        unit = Placement(graph, get_target(target)).plan().units[0]
+        assert (unit.kind, unit.integer) == ("matmul" if decibels else "stored_product", False)
+        assert ("its logarithm is taken" if decibels else "what they gain is size") in unit.reason
+
+
 def test_log_mel_energies_are_as_exact_as_what_reads_them() -> None:
     class Mel(nn.Module):
         def __init__(self) -> None:

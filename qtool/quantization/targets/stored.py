@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from qtool.graphs.operators import aten
-from qtool.quantization.targets.base import Pattern
+from qtool.quantization.targets.base import Pattern, makes_no_angle, makes_no_logarithm
 
 LEAST_ROWS = 256
 """Of an embedding table that is worth quantizing."""
@@ -78,7 +78,9 @@ def _reads_a_stack(node: Node) -> bool:
 def _large_stack(node: Node) -> str:
     """Why a stored tensor is not worth quantizing; empty when it is."""
     count = math.prod(stored_by_rows(node)[0].meta["val"].shape)
-    return "" if count >= LEAST_NUMBERS else f"its {count} stored numbers are few"
+    if count < LEAST_NUMBERS:
+        return f"its {count} stored numbers are few"
+    return makes_no_angle(node) or makes_no_logarithm(node)
 
 
 _OPENED = "its 8-bit weights are dequantized as the file is opened and it runs in float: what they gain is size"
