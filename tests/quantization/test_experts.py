@@ -154,13 +154,13 @@ def test_experts_of_one_tensor_are_stored_in_few_bits(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"weights_only": True}, {"target": "openvino"}, {"overrides": {"*bmm": "float"}}],
-    ids=["integer", "weights", "openvino", "override"],
+    [{}, {"weights_only": True}, {"target": "openvino"}, {"mode": "qat"}, {"overrides": {"*bmm": "float"}}],
+    ids=["integer", "weights", "openvino", "trained", "override"],
 )
 def test_small_experts_are_stored_in_bytes_and_read_in_float(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     net, batches = nn.Sequential(nn.Linear(16, 16), Stacked(experts=6)).eval(), [torch.randn(4, 16) for _ in range(8)]
-    form = quantize(net, QuantizeConfig(**options), example=batches[0], calibration=batches)
+    form = quantize(net, QuantizeConfig(**options), example=batches[0], calibration=batches, qat=lambda *_: None)
     stored = [unit for unit in form.plan.units if unit.kind == "stored_product" and unit.weight_bits == 8]
     assert len(stored) == 2 - ("overrides" in options)
     assert not any(unit.integer for unit in stored)
