@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from qtool.graphs.edits import call_before
 
@@ -41,11 +41,13 @@ _PRODUCTS = (aten.matmul.default, aten.mm.default, aten.bmm.default)
 _SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
 
 
-def spell_scatters(graph: Graph) -> None:
+def spell_scatters(graph_module: GraphModule) -> None:
     """Writes what writes complex numbers into others as what does so with their parts, in place."""
-    for node in [node for node in graph.nodes if node.target in _SCATTERS]:
-        if all(value.meta["val"].is_complex() for value in (node, *_moved(node))):
-            _move_parts(node)
+    found = [node for node in graph_module.graph.nodes if node.target in _SCATTERS and _is_complex(node)]
+    for node in found:
+        _move_parts(node)
+    if found:
+        graph_module.recompile()
 
 
 def spell_parts(graph: Graph) -> None:
@@ -54,10 +56,15 @@ def spell_parts(graph: Graph) -> None:
         _pad_frequencies(node)
     for node in list(graph.nodes):
         if node.target in _SIZED or node.target in _ALONG:
-            if all(value.meta["val"].is_complex() for value in (node, *_moved(node))):
+            if _is_complex(node):
                 _move_parts(node)
         elif node.target in _PRODUCTS and node.meta["val"].is_complex():
             _multiply_parts(node)
+
+
+def _is_complex(node: Node) -> bool:
+    """Whether what a node moves is complex, and so what it gives."""
+    return all(value.meta["val"].is_complex() for value in (node, *_moved(node)))
 
 
 def _moved(node: Node) -> list[Node]:

@@ -23,7 +23,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,13 +92,17 @@ def first_match(overrides: Mapping[str, str], names: Collection[str]) -> str | N
 
 
 class Placement:
-    """The units of one graph for one target (``placed``), of which ``layers`` have weights; see the module's text."""
+    """The units of one graph for one target (``placed``), of which ``layers`` have weights; see the module's text.
+
+    ``names`` are those of the units that give each value, integer or float.
+    """
 
     def __init__(self, graph_module: GraphModule, target: Target, overrides: Mapping[str, str] | None = None) -> None:
         self.graph_module, self.target = graph_module, target
         self.overrides = dict(overrides or {})
         self.placed: list[Placed] = []
         self.layers: list[Placed] = []
+        self.names: dict[Node, str] = {}
         self._integer: dict[Node, Placed] = {}
         self._read_as_integer: set[Node] = set()
         self._added_unrounded: set[Node] = set()
@@ -146,11 +150,6 @@ class Placement:
         units = tuple(placed.unit for placed in self.placed if placed.unit.kind != "move")
         notes = (*self.graph_module.meta.get("notes", ()), *notes)
         return Plan(self.target.name, units, notes, simulated=self.target.activation.bits < 8)
-
-    @cached_property
-    def names(self) -> dict[Node, str]:
-        """The name of the unit that gives each value, integer or float."""
-        return {placed.output: placed.unit.name for placed in self.placed}
 
     def name_of(self, value: Node) -> str:
         """What a value goes by, here and in what is prepared of the graph: the unit that gives it, or the input."""
@@ -277,10 +276,14 @@ class Placement:
         )  # fmt: skip
         operands = [o for o in _operands(node, pattern) if o not in self._added_unrounded | self._joined]
         placed = Placed(unit, nodes, pattern, operands, quantized_output, override)
-        self.placed.append(placed)
+        self._add(placed)
         self._taken.update(nodes)
         if quantized_output:
             self._integer[nodes[-1]] = placed
+
+    def _add(self, placed: Placed) -> None:
+        self.placed.append(placed)
+        self.names[placed.output] = placed.unit.name
 
     def _clips(self, nodes: list[Node], pattern: Pattern) -> bool:
         """Whether the kernel has no activation of its own: it clips to the range of an output that it rounds.
@@ -315,9 +318,8 @@ class Placement:
         return found
 
     def _maker(self, node: Node) -> str:
-        """What a value goes by while units are being placed: the unit whose numbers it holds, or the input."""
-        source = self._moved_from(node)[-1]
-        return next((placed.unit.name for placed in self.placed if placed.output is source), source.name)
+        """What the unit goes by whose numbers a value holds, or the input."""
+        return self.name_of(self._moved_from(node)[-1])
 
     def _is_read_in_float(self, node: Node, *, joins: bool = True) -> bool:
         """Whether no integer unit would compute with the value if it were integers, moved or, by ``joins``, joined.
@@ -369,7 +371,7 @@ class Placement:
     def _leave_float(self, node: Node, reason: str) -> None:
         owners = (owner(node),) if owner(node) else ()
         unit = Unit(self._name(node), self._kind(node), owners, integer=False, reason=reason)
-        self.placed.append(Placed(unit, [node]))
+        self._add(Placed(unit, [node]))
         self._taken.add(node)
 
     def _kind(self, node: Node) -> str:

@@ -105,8 +105,7 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
     if merged:
         write_norms_whole(graph)  # whose weight may be 1 + w
     drop_masks(graph)
-    spell_scatters(graph.graph)
-    graph.recompile()
+    spell_scatters(graph)
 
 
 def spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str], *, train: bool) -> None:

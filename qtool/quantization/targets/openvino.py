@@ -40,7 +40,7 @@ from qtool.quantization.targets.base import (
     makes_no_logarithm,
     weighted,
 )
-from qtool.quantization.targets.stored import STORED
+from qtool.quantization.targets.stored import PRODUCTS, STORED
 from qtool.runtimes import onednn
 
 _LOGITS = (aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.where.ScalarOther, aten.masked_fill.Scalar)
@@ -51,7 +51,7 @@ def of_products(softmax: torch.fx.Node) -> str:
     waiting = softmax.all_input_nodes
     while any(node.target in _LOGITS for node in waiting):
         waiting = [n for node in waiting for n in (node.all_input_nodes if node.target in _LOGITS else [node])]
-    product = any(node.target in (aten.matmul.default, aten.bmm.default) for node in waiting)
+    product = any(node.target in PRODUCTS for node in waiting)
     return "" if product else "it runs in float"
 
 
@@ -107,7 +107,7 @@ OPENVINO = Target(
         *STORED,
         Pattern(
             "matmul",
-            (aten.matmul.default, aten.bmm.default),
+            PRODUCTS,
             operands=(0, 1),
             float_output=True,
             signed=True,
