@@ -68,7 +68,7 @@ def test_any_number_of_captures_of_any_size_are_independent():
     for size in (*range(2, 11), 2):
         batch = torch.randn(size, 32), torch.zeros(size, dtype=torch.int64)
         config = TrainConfig(device="cpu", batch_size=size, compile=True)
-        net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        net = nn.Linear(32, 10)
         peaks.append(predict(lambda net=net: net, batch, config, prepare=setup, loss=LOSS).peak_bytes)
     assert peaks[-1] == peaks[0] < peaks[-2]
 
@@ -121,10 +121,10 @@ SHARDED = {"strategy": "fsdp", "devices": 2}
 def test_of_equal_blocks_one_is_captured_and_each_allocates(options, monkeypatch):
     captured = []
     monkeypatch.setattr(compiled, "capture", lambda *given: captured.append(given) or capture(*given))
-    few, many = (predicted(blocks(count), compile=True, **options) for count in (2, 4))
+    few, many = (predicted(blocks(count), compile=True, **options) for count in (2, 3))
     assert len(captured) == 2  # one for each net
     share = options.get("devices", 1)
-    grown = (many.peak_bytes - few.peak_bytes) / 2
+    grown = many.peak_bytes - few.peak_bytes
     kept = 512 // share * 64 * 4  # one value for each feature of each sample
     weights = 3 * sum(p.nbytes for p in blocks()[1].parameters()) / share  # with two moments
     assert weights + 3 * kept < grown < weights + 13 * kept  # the block's input, and what its four-fold inside keeps
@@ -162,7 +162,7 @@ def test_blocks_of_other_widths_and_of_other_inputs_are_captured_each(monkeypatc
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_net_compiled_block_by_block_takes_about_what_it_takes_uncompiled(options, checkpointing):
     plain, inside = (
-        predicted(blocks(3), compile=compile, activation_checkpointing=checkpointing, **options)
+        predicted(blocks(2), compile=compile, activation_checkpointing=checkpointing, **options)
         for compile in (False, True)
     )
     assert inside.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.1)

@@ -22,7 +22,7 @@ from qtool.training.techniques import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 LOSS = task_loss(load_task("classification"))
-WIDTH, SAMPLES = 32, 128
+WIDTH, SAMPLES = 32, 512
 
 
 def config(**options: Any) -> TrainConfig:
@@ -38,9 +38,9 @@ class Routed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.route = nn.Linear(WIDTH, 3)
+        self.route = nn.Linear(WIDTH, 2)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(3)
+            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH)) for _ in range(2)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Counted(Routed):
     def forward(self, x: Tensor) -> Tensor:
         weight, chosen = self.route(x).softmax(-1).max(-1)
         order = chosen.argsort()
-        parts = x[order].split(chosen.bincount(minlength=3).tolist())
+        parts = x[order].split(chosen.bincount(minlength=2).tolist())
         found = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
         return x + torch.zeros_like(found).index_copy(0, order, found) * weight[:, None]
 
@@ -84,8 +84,8 @@ class Packed(nn.Module):
         self.cells, self.padded = kind(1, 24, bidirectional=True, batch_first=True), padded
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x[:, :4]
-        lengths = ((x > 0) * torch.arange(1, 5)).amax(1).clamp(1)
+        x = x[:, :3]
+        lengths = ((x > 0) * torch.arange(1, 4)).amax(1).clamp(1)
         found, last = self.cells(pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=False))
         if not self.padded:
             return torch.cat([*last], 1)
