@@ -104,7 +104,7 @@ def test_statistics_and_ranges_are_frozen_in_turn(engine: str, trained: nn.Modul
 
 
 def test_ranges_stay_those_of_post_training_quantization(trained: nn.Module) -> None:
-    after = quantize(trained, QuantizeConfig(algorithms=None), **SAMPLES)
+    after = quantize(trained, QuantizeConfig(algorithms=None), **SAMPLES, forms=forms(trained))
     ranges = qat(trained, "pt2e", config()).ranges
     assert ranges.keys() <= after.ranges.keys()
     for name, found in ranges.items():
@@ -165,7 +165,7 @@ def test_where_ranges_are_known_one_batch_is_read_for_the_weights(trained: nn.Mo
         batches = Read([torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)])
         quantize(
             trained, QuantizeConfig(mode=mode), example=batches.batches[0], calibration=batches,
-            qat=untouched if mode == "qat" else None, tuning=config(),
+            qat=untouched if mode == "qat" else None, tuning=config(), forms=forms(trained),
         )  # fmt: skip
         counts.append(batches.count)
     assert counts[1] == counts[0] + 1
@@ -176,7 +176,7 @@ def test_with_batch_norm_live_training_starts_from_the_model_as_it_is() -> None:
     folded, live = (
         quantize(
             model, QuantizeConfig(mode="qat"), example=batches[0], calibration=batches, qat=untouched,
-            tuning=config(freeze_bn=freeze_bn),
+            tuning=config(freeze_bn=freeze_bn), forms=forms(model),
         )
         for freeze_bn in (0.0, 0.5)
     )  # fmt: skip
@@ -188,7 +188,7 @@ def test_with_batch_norm_live_training_starts_from_the_model_as_it_is() -> None:
 
 def test_what_passes_did_before_training_is_repeated_with_its_ranges(tmp_path: Path) -> None:
     model, batches = hard_mobilenet(), [images(32)]
-    quantize_ = partial(quantize, model, example=batches[0], qat=untouched, tuning=config())
+    quantize_ = partial(quantize, model, example=batches[0], qat=untouched, tuning=config(), forms=forms(model))
     made = quantize_(QuantizeConfig(mode="qat"), calibration=batches)
     saved = tmp_path / "ranges.json"
     saved.write_text(json.dumps(made.ranges))
