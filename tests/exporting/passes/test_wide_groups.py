@@ -41,7 +41,7 @@ def groups_of(model: onnx.ModelProto) -> int:
 
 
 @needs_x86
-@settings(max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
     groups=st.sampled_from([2, 5, 6, 8, 26]), width=st.integers(2, 9), outputs=st.integers(1, 9),
     kernel=st.sampled_from([1, 3]), stride=st.integers(1, 2), batch=st.integers(1, 2),

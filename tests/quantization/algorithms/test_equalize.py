@@ -47,7 +47,7 @@ def weight_of(given: Subject, path: str) -> Tensor:
     return parameter(given.graph, next(n for n in given.graph.graph.nodes if n.target == path))
 
 
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(nets(most=4))
 def test_any_net_computes_the_same_afterwards(net) -> None:
     batches = [example(net, 8, 0), example(net, 8, 1)]

@@ -31,7 +31,7 @@ from qtool.recipe import QuantizeConfig
 
 
 @settings(
-    max_examples=12, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    max_examples=8, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )  # fmt: skip
 @given(conv_nets.nets())

@@ -32,7 +32,7 @@ def written(model: nn.Module, x: Tensor, *, train: bool = False) -> Any:
     return graph
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.lists(SIDE, min_size=1, max_size=3), st.booleans())
 def test_it_computes_what_torch_does(sides: list[tuple[int, ...]], bias: bool) -> None:
     kernel, stride, padding, more, size = (list(values) for values in zip(*sides, strict=True))
