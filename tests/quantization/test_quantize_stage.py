@@ -69,7 +69,7 @@ def sqnr_db(reference: Tensor, other: Tensor) -> float:
 
 
 @settings(
-    max_examples=10, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    max_examples=7, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )  # fmt: skip
 @given(conv_nets.nets(activations=conv_nets.FUSED, most=2))
@@ -122,8 +122,7 @@ def test_the_model_keeps_its_mode_and_statistics() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("method", RANGES)
-@pytest.mark.parametrize("engine", ["pt2e", "torch.ao"])
+@pytest.mark.parametrize(("engine", "method"), [*(("pt2e", method) for method in RANGES), ("torch.ao", "network")])
 def test_saved_ranges_repeat_a_quantization_without_data(method: str, engine: str, tmp_path: Path) -> None:
     given = QuantizeConfig(ranges=method, engine=engine)
     model = net()

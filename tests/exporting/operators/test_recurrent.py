@@ -150,9 +150,7 @@ def test_a_projected_state_has_no_form_in_onnx(tmp_path: Path) -> None:
         exported(form, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("cell", "batch_first"), [(nn.LSTM, True), (nn.LSTM, False), (nn.GRU, True), (nn.RNN, False)]
-)
+@pytest.mark.parametrize(("cell", "batch_first"), [(nn.LSTM, True), (nn.LSTM, False), (nn.GRU, True), (nn.RNN, False)])
 def test_sequences_of_any_length(tmp_path: Path, cell: type[nn.RNNBase], batch_first: bool) -> None:
     torch.manual_seed(0)
     net = Ordered(cell, batch_first).eval()

@@ -289,7 +289,7 @@ def test_a_shared_weight_stays_as_it_is() -> None:
 
 def test_queries_keys_and_values_are_learned_although_samples_are_not_first_behind_them() -> None:
     """Attention written as ``qkv(x).reshape(n, l, 3, h, d).permute(2, 0, 3, 1, 4).unbind(0)``, batches of two sizes."""
-    config = QuantizeConfig(algorithms=("adaround",), rounding_steps=50, weight_bits=4, edge_bits=4)
+    config = QuantizeConfig(algorithms=("adaround",), rounding_steps=20, weight_bits=4, edge_bits=4)
     batches = [images(12, 48), images(8, 48, seed=1)]
     float_model = hard_transformer()
     del float_model.layers[2:]

@@ -141,7 +141,7 @@ def steps(given: Subject) -> dict[str, Tensor]:
     return found
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(nets(most=4))
 def test_any_net_computes_the_same_in_another_order(net) -> None:
     x = example(net, 8, 0)
@@ -339,8 +339,10 @@ def trained(config: QuantizeConfig, tuning: QatConfig, *, steps: int = 12) -> tu
     return made, kept["output"]
 
 
-@pytest.mark.parametrize("step_size", ["observed", "learned"])
-@pytest.mark.parametrize(("algorithms", "freeze_bn"), [(None, 0.0), (("pairs",), 0.0), (("pairs",), 0.5)])
+@pytest.mark.parametrize(
+    ("step_size", "algorithms", "freeze_bn"),
+    [("observed", None, 0.0), *((kind, ("pairs",), share) for kind in ("observed", "learned") for share in (0.0, 0.5))],
+)
 def test_training_keeps_pairs_within_bounds(
     step_size: str, algorithms: tuple[str, ...] | None, freeze_bn: float, tmp_path: Path
 ) -> None:

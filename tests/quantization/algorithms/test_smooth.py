@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable
@@ -384,7 +385,8 @@ def test_columns_in_units_of_their_own_are_scaled_where_they_come_in(kind: str, 
     model, batches = Table(kind).eval(), [measured(kind, 32, seed) for seed in range(4)]
     test, path = measured(kind, 64, 9), tmp_path / "ranges.json"
     given: dict[str, Any] = {"example": batches[0], "forms": FloatForms(model)}
-    form = quantize(model, QuantizeConfig(), calibration=batches, **given)
+    config = QuantizeConfig(algorithms=("smooth", "analytic-bias"))
+    form = quantize(model, config, calibration=batches, **given)
     plain = quantize(model, QuantizeConfig(algorithms=("analytic-bias",)), calibration=batches, **given)
     count = 2 if kind == "apart" else 1
     assert any(note.startswith(f"smooth: rescaled {count} of {count} inputs, α") for note in form.plan.notes)
@@ -392,7 +394,7 @@ def test_columns_in_units_of_their_own_are_scaled_where_they_come_in(kind: str, 
         assert sqnr_db(model(test), form(test)) > 30
         assert sqnr_db(model(test), plain(test)) < 15
     path.write_text(json.dumps(form.ranges))
-    again = quantize(model, QuantizeConfig(ranges_from=str(path)), **given)
+    again = quantize(model, dataclasses.replace(config, ranges_from=str(path)), **given)
     assert f"smooth: as saved with the ranges in {count} of {count} inputs" in again.plan.notes
     assert torch.equal(again(test), form(test))
 

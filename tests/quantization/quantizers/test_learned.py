@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from qat_runs import DATA, ENGINES, TEST, TRAIN, Killed, config, qat
+from qat_runs import DATA, ENGINES, SAMPLES, TEST, TRAIN, Killed, config, forms, qat
 from qat_runs import trained as trained  # the fixture
 from torch import nn
 
@@ -116,8 +116,12 @@ def test_no_zero_point_takes_a_range_beyond_where_the_activation_clips(limits: t
         assert clips_at(*steps.qparams(), limits, 0, 255)
 
 
-@pytest.mark.parametrize("ends", [(-1.0, 1.0), (-1.0, 0.25), (None, 0.0), (-2.0, 0.0), (-0.5, None)])
-@pytest.mark.parametrize("target", ["ort-cpu", "tensorrt"])
+ENDS = [(-1.0, 1.0), (-1.0, 0.25), (None, 0.0), (-2.0, 0.0), (-0.5, None)]
+
+
+@pytest.mark.parametrize(
+    ("target", "ends"), [*(("ort-cpu", ends) for ends in ENDS), *(("tensorrt", ends) for ends in ENDS[1:3])]
+)
 def test_a_range_of_an_activation_of_either_sign_starts_where_its_calibration_ended(ends: Any, target: str) -> None:
     class Clamped(nn.Module):
         def __init__(self) -> None:
@@ -172,9 +176,7 @@ def test_resumed_with_learned_steps_and_an_average_gives_the_same_bits(trained: 
                     progress=progress,
                 )  # fmt: skip
 
-        return quantize(
-            trained, QuantizeConfig(mode="qat"), example=TRAIN[:2], calibration=[TRAIN], tuning=tuning, qat=run
-        )
+        return quantize(trained, QuantizeConfig(mode="qat"), **SAMPLES, tuning=tuning, qat=run, forms=forms(trained))
 
     whole = made(tmp_path / "whole")
     with pytest.raises(Killed):

@@ -129,7 +129,7 @@ def small_vit(target: str = "openvino", **overrides: str) -> tuple[QuantizedMode
     """Each made once: tests change nothing of it."""
     torch.manual_seed(0)
     net, batches = VisionTransformer(10, 16, 4, 32, 2, 2).eval(), list(torch.randn(16, 3, 16, 16).split(8))
-    config = QuantizeConfig(target=target, overrides=overrides)
+    config = QuantizeConfig(target=target, overrides=overrides, algorithms=None, ranges="minmax")
     return quantize(net, config, example=batches[0][:2], calibration=batches), batches
 
 
