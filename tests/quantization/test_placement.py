@@ -497,7 +497,7 @@ def test_a_misspelt_target_is_told_with_the_nearest() -> None:
 
 
 @settings(
-    max_examples=10, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    max_examples=15, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )  # fmt: skip
 @given(conv_nets.nets())

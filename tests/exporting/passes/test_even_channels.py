@@ -24,7 +24,7 @@ from qtool.exporting.to_onnx import quantized_to_onnx, save
 from qtool.quantization.stage import quantize
 from qtool.recipe import QuantizeConfig
 
-SETTINGS = settings(max_examples=6, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=10, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
 def block(

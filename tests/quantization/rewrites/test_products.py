@@ -67,8 +67,7 @@ def test_nothing_of_these_networks_stays_in_float_but_b0s_beginning(
     torch.manual_seed(0)
     model = settled(model, 32)
     batches = list(torch.randn(16, 3, 32, 32).split(8))
-    config = QuantizeConfig(algorithms=None, ranges="minmax")
-    quantized = quantize(model, config, example=batches[0][:2], calibration=batches)
+    quantized = quantize(model, QuantizeConfig(), example=batches[0][:2], calibration=batches)
     assert [unit.name for unit in quantized.plan.float_units] == in_float
     files = export(quantized, tmp_path, ExportConfig(), samples=batches).files  # the gates are the proof
     ops = {node.op_type for node in onnx.load(files["int8"]).graph.node}
