@@ -289,6 +289,6 @@ def output_path(run: Path, result: Mapping[str, Any], name: str) -> Path:
     if (found := sha256_of(path)) != entry["sha256"]:
         raise QtoolError(
             f"'{path}'", f"sha256 {entry['sha256'][:12]}… as recorded in {stage}.json", f"{found[:12]}…",
-            f"restore the file or run 'qtool {stage}' again",
+            f"restore the file, or delete it and run 'qtool {stage}' again",
         )  # fmt: skip
     return path

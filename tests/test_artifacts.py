@@ -76,7 +76,7 @@ def test_files_without_a_name_of_their_own_are_recorded_too(tmp_path: Path) -> N
 def test_a_changed_or_missing_output_is_refused(tmp_path: Path) -> None:
     commit(tmp_path, {"model": "weights"})
     (tmp_path / "model.txt").write_text("tampered")
-    with pytest.raises(QtoolError, match=r"model\.txt.*expected sha256.*as recorded in train\.json"):
+    with pytest.raises(QtoolError, match=r"model\.txt.*expected sha256.*as recorded in train\.json.*delete it"):
         read_result(tmp_path, "train")
     assert read_result(tmp_path, "train", verify=False)
     (tmp_path / "model.txt").unlink()

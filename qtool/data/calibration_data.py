@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from qtool.data.given import Repeated
 from qtool.errors import QtoolError, UsageError, nearest
 from qtool.options import make, option
+from qtool.recipe import SEED
 
 if TYPE_CHECKING:
     from qtool.data.specs import Data
@@ -40,7 +41,7 @@ class CalibrationRecipe:
     samples: int = option(512, "how many samples", low=1)
     data: str | None = option(None, "data spec; the run's own data by default")
     part: str = option("train", "which part they are drawn from", choices=("train", "validation"))
-    seed: int | None = option(None, "seed of the draw; the stage's own by default", low=0)
+    seed: int | None = option(None, "seed of the draw; the stage's own by default", low=0, high=SEED)
 
 
 class Inputs:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.recipe import TrainConfig, as_dict
+from qtool.stored import fault_of, is_number
 from qtool.system.json_files import write_json
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ FILE = Path("checkpoints", "memory.json")
 NOTE = Path("checkpoints", "running.json")
 _WHERE = ("device", "devices")
 _FREE = (*_WHERE, "checkpoint_every")
+_KEPT: dict[str, Any] = {"asked": {}, "where": {}, "memory": {"chosen": {}}, "halvings": is_number}
+"""What the file has to hold of each command."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def record(folder: Path | None, asked: TrainConfig, inputs: Mapping[str, str], m
 
 def _all(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What the file holds for each command: first for the last one, whose halvings count."""
-    return [found, *found.get("others", [])] if "asked" in found else []
+    return [found, *found["others"]] if found else []
 
 
 def _put_first(folder: Path, kept: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -149,4 +152,4 @@ def _read(folder: Path | None, file: Path) -> dict[str, Any]:
         found = json.loads((folder / file).read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {} if fault_of(found, {**_KEPT, "others": [_KEPT]} if file == FILE else {}) else dict(found)

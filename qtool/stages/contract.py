@@ -11,6 +11,7 @@ saying that the contract is not kept, for whoever wants to export and time it al
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import mark_stale
+from qtool.artifacts import mark_stale, read_result
 from qtool.data.calibration_data import sample_hashes
 from qtool.data.given import labelled, pairs_of
 from qtool.errors import ContractError, QtoolError, UsageError
@@ -217,10 +218,12 @@ class Candidates:
         return self.make(config, self._path(config).with_suffix("") if self.folder else None)
 
     def save(self, trial: Trial, place: Path, keep: Callable[[QuantizedModel], None]) -> None:
-        """Has a trial's model kept in a folder, unless it is there; the file that names it comes last."""
+        """Has a trial's model kept in a folder, unless it is there, whole; the file that names it comes last."""
         name = self._path(trial.config).stem
         if (place / name).exists():
-            return
+            with contextlib.suppress(QtoolError):
+                read_result(place, "quantize")
+                return
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         keep(self.model_of(trial))

@@ -92,7 +92,12 @@ def test_a_spec_that_means_nothing_is_refused(spec: str, part: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "part"),
-    [('part = "test"', "did you mean 'train'|one of train"), ("sample = 3", "'sample'"), ("samples = 0", "at least 1")],
+    [
+        ('part = "test"', "did you mean 'train'|one of train"),
+        ("sample = 3", "'sample'"),
+        ("samples = 0", "at least 1"),
+        (f"seed = {2**63}", "'seed': expected at most"),
+    ],
 )
 def test_a_recipe_that_is_wrong_names_file_and_key(tmp_path: Path, content: str, part: str) -> None:
     path = tmp_path / "mine.toml"

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,16 @@ def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> No
     alone = qtool.quantize(trained, out=trained.parent / "alone", **QUICK)
     torch.testing.assert_close(qtool.stages.quantization.load_quantized(closest)(x), alone(x))
     assert "contract not kept" in Path(report(closest)["files"]["html"]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_closest_candidate_that_is_damaged_is_made_again(trained: Path, damage: Callable[[Path], object]) -> None:
+    closest = trained / "search" / "closest"
+    for _ in range(2):
+        with pytest.raises(ContractError):
+            qtool.quantize(trained, max_kl=1e-9, method="given", **QUICK)
+        assert read_result(closest, "quantize")
+        damage(closest / "int8.pt2")
 
 
 def test_an_export_of_before_a_contract_that_was_not_kept_is_not_measured(trained: Path) -> None:

@@ -383,6 +383,17 @@ def as_found(model: nn.Module, data: str, run: Path, options: dict[str, Any]) ->
     choice.record(run, asked, open_source(model, data, seed=0).inputs, memory)
 
 
+@pytest.mark.parametrize("content", ["{", '{"asked": {}, "others": 3}', '{"asked": {}, "halvings": "x"}'])
+def test_a_choice_that_is_damaged_is_made_anew(tmp_path: Path, content: str) -> None:
+    asked, inputs = TrainConfig(batch_size=64), {"data": "a"}
+    choice.record(tmp_path, asked, inputs, {"chosen": {"batch_size": 32}})
+    assert choice.recorded(tmp_path, asked, inputs) is not None
+    (tmp_path / choice.FILE).write_text(content)
+    assert (choice.recorded(tmp_path, asked, inputs), choice.halvings(tmp_path)) == (None, 0)
+    choice.record(tmp_path, asked, inputs, {"chosen": {"batch_size": 16}})
+    assert choice.recorded(tmp_path, asked, inputs).config.batch_size == 16  # type: ignore[union-attr]
+
+
 class PickyInOne(Picky):
     """Runs out of memory in the second process alone."""
 

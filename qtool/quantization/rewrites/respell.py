@@ -22,6 +22,7 @@ a row pooled to one cell                                  a mean
 a mean over axes of size 1                                ``squeeze``, or nothing
 ``squeeze`` of an axis that is longer than 1              nothing
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
+a pool whose stride is left out                           the window's size as its stride
 an average of parts of windows that counts no padding      that which leaves padding out
 an average by a divisor of one's own                      ``avg_pool`` and ``mul``, behind a padding with ``ceil_mode``
 attention without an axis for heads, or with several      attention with one head, or all in one axis
@@ -50,7 +51,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, PADS, adaptive_windows, aten
+from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, PADS, adaptive_windows, aten
 from qtool.graphs.shapes import same_sizes
 from qtool.quantization.rewrites.bags import spell_bag
 from qtool.quantization.rewrites.gated import spell_glu
@@ -58,7 +59,7 @@ from qtool.quantization.rewrites.heads import spell_attention
 from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_scatter
 from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
 from qtool.quantization.rewrites.splits import spell_part
-from qtool.quantization.rewrites.windows import PADDED, spell_average, spell_padding
+from qtool.quantization.rewrites.windows import PADDED, spell_average, spell_padding, spell_stride
 from qtool.quantization.rewrites.zero_parts import spell_zero_parts
 
 GATES: dict[Any, Any] = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
@@ -408,6 +409,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
     **dict.fromkeys(AVERAGE_POOLS, spell_average),
+    **dict.fromkeys(MAX_POOLS, spell_stride),
     **dict.fromkeys((aten.amax.default, aten.amin.default), _spell_extreme),
     aten.square.default: _spell_square,
     aten.baddbmm.default: _spell_added_product,

@@ -1,8 +1,8 @@
-"""What slides a window over the last axes, an average or a convolution, with its padding in numbers.
+"""What slides a window over the last axes, a pool or a convolution, with its stride and padding in numbers.
 
-``padding="same"`` is so many zeros on each side, behind a padding of its own where that is an odd number. An average
-by a divisor of its own is a mean times a factor, which torch would write into files without it; with ``ceil_mode`` the
-windows that reach beyond the end are filled up first.
+A stride that is left out is the window's size. ``padding="same"`` is so many zeros on each side, behind a padding of
+its own where that is an odd number. An average by a divisor of its own is a mean times a factor, which torch would
+write into files without it; with ``ceil_mode`` the windows that reach beyond the end are filled up first.
 """
 
 from __future__ import annotations
@@ -23,18 +23,25 @@ PADDED = {
 """Convolutions whose padding is a word, and those of numbers."""
 
 
+def spell_stride(node: Node) -> None:
+    """A pool's stride is told where it is left out, as pools that are modules tell theirs; in place."""
+    source, kernel, *rest = node.args
+    if not rest or not rest[0]:
+        node.args = (source, kernel, kernel, *rest[1:])
+
+
 def spell_average(node: Node) -> None:
     """A sum over a window by a number is its mean times a factor; windows that ``ceil_mode`` cuts off are filled up.
 
     Without a divisor such windows are of what there is, which runtimes agree on only where no padding is to be counted:
     one that is becomes a padding of its own.
     """
-    given: list[Any] = [*node.args, *[None, 0, False, True, None][len(node.args) - 2 :]]
+    spell_stride(node)
+    given: list[Any] = [*node.args, *[0, False, True, None][len(node.args) - 3 :]]
     source, kernel, stride, pads, ceil, counted, divisor = given[:7]
     assert isinstance(source, Node)
     rank = 1 + AVERAGE_POOLS.index(node.target)
-    kernel, pads = by_axis(kernel, rank), by_axis(pads, rank)
-    strides = by_axis(stride, rank) if stride else kernel
+    kernel, strides, pads = (by_axis(value, rank) for value in (kernel, stride, pads))
     if divisor is None and ceil and not any(pads):
         node.args = (source, kernel, strides, pads, True, False)
     counts = divisor is None and ceil and counted and any(pads)
@@ -53,8 +60,9 @@ def spell_average(node: Node) -> None:
         return
     if ceil:
         source, pads = _padded_by(node, source, pads, [max(more, 0) for more in needed]), [0] * rank
+    window = (source, kernel, strides, *([pads] if any(pads) else []))
     with node.graph.inserting_before(node):
-        mean = node.graph.call_function(node.target, (source, kernel, strides, pads))  # type: ignore[arg-type]
+        mean = node.graph.call_function(node.target, window)  # type: ignore[arg-type]
     mean.meta = dict(node.meta)
     node.target, node.args, node.kwargs = aten.mul.Tensor, (mean, math.prod(kernel) / divisor), {}
 

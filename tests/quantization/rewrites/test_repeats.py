@@ -60,6 +60,20 @@ def test_buffers_that_hold_the_same_are_one() -> None:
     torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-4)
 
 
+def test_pools_with_a_stride_and_without_are_one() -> None:
+    class Pools(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            most = F.max_pool2d(x, 2), nn.MaxPool2d(2)(x), F.max_pool2d(x, 2, ceil_mode=True)
+            means = F.avg_pool2d(x, 2), F.avg_pool2d(x, 2, 2), F.adaptive_avg_pool2d(x, 4)
+            return *most, *means, F.avg_pool2d(x, 2, divisor_override=3)
+
+    x = torch.randn(2, 3, 8, 8)
+    graph = capture(Pools(), x)
+    assert (_count(graph, aten.max_pool2d.default), _count(graph, aten.avg_pool2d.default)) == (2, 1)
+    for got, expected in zip(graph(x), Pools()(x), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_numbers_of_another_type_or_sign_are_no_repetition() -> None:
     class Divisions(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
