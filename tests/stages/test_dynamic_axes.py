@@ -112,6 +112,44 @@ def test_the_file_takes_sizes_that_it_was_not_calibrated_with(
         assert db(quantized(inputs), run(exported.files["int8"], inputs)) > 25
 
 
+class Decoder(nn.Module):
+    """Tokens behind those whose keys and values are given: a language model that goes on, one step or several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(60, 32), nn.Linear(32, 96)
+        self.out = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 60))
+
+    def forward(self, tokens: Tensor, past: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        x, before = self.words(tokens), past[0].shape[2]
+        q, k, v = (part.unflatten(2, (4, 8)).transpose(1, 2) for part in self.mix(x).chunk(3, dim=2))
+        k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        seen = torch.arange(k.shape[2])[None] <= before + torch.arange(x.shape[1])[:, None]
+        mixed = F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
+        return self.out(x + mixed), (k, v)
+
+
+@torch.no_grad()
+def test_a_file_with_a_cache_goes_on_from_one_of_any_length(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, nothing = Decoder().eval(), (torch.zeros(4, 4, 0, 8), torch.zeros(4, 4, 0, 8))
+    tokens = torch.randint(0, 60, (4, 30))
+    starts = (2, 5, 9, 16)
+    batches = [{"tokens": tokens[:, at : at + 4], "past": model(tokens[:, :at], nothing)[1]} for at in starts]
+    form = qtool.quantize(model, batches, dynamic_axes=[1, 2], effort="fast")
+    exported = qtool.export(form, tmp_path, samples=batches)
+    assert all(gate["passed"] for gate in exported.gates)
+    session = onnxruntime.InferenceSession(exported.files["int8"], providers=["CPUExecutionProvider"])
+    shapes = [value.shape for value in session.get_inputs()]
+    assert shapes[:2] == [["batch", "axis_1"], ["batch", 4, "axis_2", 8]]
+    cache, found = [value.numpy() for value in nothing], []
+    for first, end in ((0, 20), (20, 21), (21, 30)):
+        given = [tokens[:, first:end].numpy(), *cache]
+        answer, *cache = session.run(None, {info.name: x for info, x in zip(session.get_inputs(), given, strict=True)})
+        found.append(torch.from_numpy(answer))
+    assert db(model(tokens, nothing)[0], torch.cat(found, 1)) > 25
+
+
 def test_without_the_flag_other_sizes_are_refused() -> None:
     quantized = qtool.quantize(Segmenter(), [images(4, 8)], effort="fast")
     with pytest.raises(qtool.QtoolError, match="N × 3 × 8 × 12"):

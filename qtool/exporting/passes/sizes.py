@@ -2,7 +2,8 @@
 
 The exporter calls them ``s77`` and the like, which whoever serves the file has to read. Sizes of one axis that differ
 between inputs, as the lengths of two sequences may, have the input's name before them from the second on. Inputs are
-samples of one batch, whatever the exporter makes of that.
+samples of one batch, whatever the exporter makes of that. A size that was asked to be open and that the model fixes is
+the exporter's symbol ``4``, which readers take for an open one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def apply(model: ir.Model) -> int:
             names[symbol] = plain if not axis or plain not in names.values() else f"{value.name}_{plain}"
     values = (output for node in ir.traversal.RecursiveGraphIterator(model.graph) for output in node.outputs)
     for value in (*model.graph.inputs, *values):
-        if value.shape is not None and any(_SYMBOL.search(_text(size)) for size in value.shape):
+        if value.shape is not None and any(map(_text, value.shape)):
             value.shape = ir.Shape([_named(size, names) for size in value.shape])
     return len(names)
 
@@ -38,4 +39,5 @@ def _text(size: int | ir.SymbolicDim) -> str:
 def _named(size: int | ir.SymbolicDim, names: dict[str, str]) -> int | ir.SymbolicDim:
     if isinstance(size, int) or size.value is None:
         return size
-    return ir.SymbolicDim(_SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(size.value)))
+    text = _SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(size.value))
+    return int(text) if text.isdecimal() else ir.SymbolicDim(text)

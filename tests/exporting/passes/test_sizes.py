@@ -42,3 +42,8 @@ def test_what_the_data_decide_and_names_of_others_stay() -> None:
     count, found = renamed({"x": ["s1", 2], "y2": ["tokens", 2]}, ["u0", "s1"])
     assert count == 1
     assert found == {"x": ["batch", 2], "y2": ["tokens", 2], "y": ["u0", "batch"]}
+
+
+def test_a_size_that_the_model_fixes_is_a_number() -> None:
+    count, found = renamed({"x": ["s1", "4", "s2"]}, ["s1", "4", "s2 + 1"])
+    assert (count, found) == (2, {"x": ["batch", 4, "axis_2"], "y": ["batch", 4, "axis_2 + 1"]})
