@@ -15,6 +15,7 @@ second way in.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -242,6 +243,11 @@ def _refused(model: nn.Module, example: Any, error: Exception) -> QtoolError:
         )  # fmt: skip
     if "torch._C.Generator" in str(error):  # torch 2.11 does not capture it
         return _draws_by_itself(model)
+    if found := re.search(r"Unsupported input type <class '(?:.+\.)?(.+?)'>", str(error)):
+        return QtoolError(
+            where, "inputs of tensors, in tuples, lists, dicts and dataclasses", f"one of class {found[1]}",
+            f"wrap it in a module that takes the tensors, and makes the {found[1]} of them in forward",
+        )  # fmt: skip
     wanted = "a graph that torch.export can capture with a dynamic batch"
     if FIXED_SIZE in str(error):
         if len({value.shape[0] for value in tensors(example) if value.dim()}) > 1:

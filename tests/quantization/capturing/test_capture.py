@@ -533,6 +533,15 @@ def test_an_output_of_an_unknown_class_is_told_apart_from_control_flow() -> None
         capture(Answering(Opaque), (Pair(torch.randn(3, 4), torch.ones(3, 1)), torch.ones(3, 1)))
 
 
+def test_an_input_of_an_unknown_class_is_to_be_made_in_forward() -> None:
+    class Reading(nn.Module):
+        def forward(self, x: Tensor, more: Opaque) -> Tensor:
+            return x + more.logits
+
+    with pytest.raises(QtoolError, match="got one of class Opaque; wrap it in a module that takes the tensors"):
+        capture(Reading(), (torch.randn(3, 4), Opaque(torch.randn(3, 4))))
+
+
 def test_a_size_in_a_set_is_no_output_of_an_unknown_class() -> None:
     class Lengths(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
