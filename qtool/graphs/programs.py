@@ -39,6 +39,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
+from qtool.graphs.own_numbers import exported
 from qtool.graphs.pt2_files import load_program, save_program
 from qtool.graphs.recurrent import whole_sequences
 from qtool.graphs.shapes import input_values, open_axes, symbols_of
@@ -234,7 +235,7 @@ def to_program(model: nn.Module, example: Any, axes: tuple[int, ...] = ()) -> to
         export = functools.partial(torch.export.export, model, args, kwargs or None, dynamic_shapes=shapes)
         try:
             with _open_sizes(model):
-                return export()
+                return exported(export, model)
         except Exception as error:
             if of_unknown_class(error) and know_dataclasses(call(model, example)):
                 return to_program(model, example, axes)

@@ -32,6 +32,7 @@ from qtool.errors import QtoolError, UsageError, reason_of
 from qtool.forward import made_in_inference
 from qtool.graphs.edits import drop_unused, owner
 from qtool.graphs.operators import CONVOLUTIONS
+from qtool.graphs.own_numbers import READ, READING
 from qtool.graphs.programs import FIXED_SIZE, as_graph, line_of, of_unknown_class, to_program
 from qtool.graphs.shapes import input_values, open_axes
 from qtool.graphs.structures import foreign
@@ -95,6 +96,7 @@ def capture(
     respell(program)
     graph_module = as_graph(program)
     _require_tensors(model, graph_module)
+    _require_no_numbers(graph_module)
     for axis in axes:
         _require_open(graph_module, axis)
     make_functional(graph_module)
@@ -106,7 +108,9 @@ def capture(
     guards = guards_of(program)
     conditions = tuple(f"captured for batches with {guard}" for guard in of_batches(guards, model, example))
     graph_module.meta["guards"] = guards
-    graph_module.meta["notes"] = (*_left_out(model, graph_module), *_fixed(graph_module), *conditions)
+    read = program.graph_module.meta.get(READ, ())
+    numbers = (f"what the code reads as numbers stays as it is: {', '.join(read)}",) if read else ()
+    graph_module.meta["notes"] = (*_left_out(model, graph_module), *_fixed(graph_module), *numbers, *conditions)
     graph_module.meta["any_batch"] = not conditions
     _detach_parameters(graph_module)
     _require_groups(graph_module)
@@ -173,6 +177,16 @@ def _require_tensors(model: nn.Module, graph_module: GraphModule) -> None:
             )  # fmt: skip
     if any(isinstance(value, torch.Generator) for value in vars(graph_module).values()):
         raise _draws_by_itself(model)
+
+
+def _require_no_numbers(graph_module: GraphModule) -> None:
+    """No float is read from a tensor by code that goes on with it: files compute with tensors."""
+    for node in graph_module.graph.nodes:
+        if node.target in READING and isinstance(node.meta.get("val"), torch.SymFloat):
+            raise QtoolError(
+                "model", "code that computes with tensors", "a number that is read from one, as .item() does",
+                f"{line_of(node)}go on with the tensor itself",
+            )  # fmt: skip
 
 
 def _require_groups(graph_module: GraphModule) -> None:

@@ -1,0 +1,110 @@
+"""Numbers that a model reads from tensors of its own: ``int(self.stride)``, ``self.scale.item()``, ``if self.flag:``.
+
+``torch.export`` takes what is in any tensor for unknown, and cannot go on where code asks for it. What a captured model
+holds is known, though, and stays: a number that was read from it, or from what was computed of nothing else, is that
+number in the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from qtool.graphs.operators import aten
+from qtool.nested import map_tensors, tensors
+from qtool.system.quiet import quiet_export
+
+READ = "own_numbers"
+"""Where the graph module of a program has the names of the tensors that numbers were read from."""
+
+READING = (aten.item.default, aten._local_scalar_dense.default)
+"""What a graph has where code asked for a number that is not known."""
+
+_READS: dict[Any, Callable[[Tensor], Any]] = {
+    Tensor.item: Tensor.item, Tensor.__int__: int, Tensor.__float__: float, Tensor.__bool__: bool,
+    Tensor.__index__: operator.index,
+}  # fmt: skip
+
+
+def exported(export: Callable[[], ExportedProgram], model: nn.Module) -> ExportedProgram:
+    """What ``export`` gives: of code that asks for numbers in a second run, which knows those of the model's own."""
+    first: ExportedProgram | Exception
+    try:
+        with quiet_export():  # what a run that fails says is not what there is to say
+            first = export()
+        if not any(node.target in READING for node in first.graph.nodes):
+            return first
+    except Exception as error:
+        if "data-dependent" not in str(error):
+            raise
+        first = error
+    if (known := _Known(model)).values:
+        try:
+            with known:
+                again = export()
+        except Exception as error:
+            if known.read:  # what lies behind such numbers is in the way
+                raise error from None
+        else:
+            if known.read:
+                again.graph_module.meta[READ] = tuple(sorted(known.read))
+                return again
+    if isinstance(first, Exception):
+        raise first
+    return first
+
+
+class _Known(TorchFunctionMode):
+    """Answers reading by what a model's tensors of one number hold, and what is computed of nothing else.
+
+    ``values`` are those by name, and ``read`` the names of those whose numbers were read.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.read: set[str] = set()
+        self._model = model
+        self.values = {name: value.detach().clone() for name, value in _named(model) if value.numel() == 1}
+        self._made: dict[int, tuple[Tensor, Tensor | None, frozenset[str]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and (found := self._known(args[0])) is not None:
+            self.read |= found[1]
+            with _disable_current_modes():
+                return _READS[func](found[0])
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self._note(made, func, args, kwargs or {})
+        return made
+
+    def _known(self, value: Tensor) -> tuple[Tensor, frozenset[str]] | None:
+        """The number in a tensor of the trace, and what it comes from."""
+        if id(value) in self._made:
+            _, number, names = self._made[id(value)]
+            return None if number is None else (number, names)
+        name = next((name for name, own in _named(self._model) if own is value), None)
+        return (self.values[name], frozenset((name,))) if name in self.values else None
+
+    def _note(self, made: Tensor, func: Any, args: Any, kwargs: Any) -> None:
+        """Computes what was made of known numbers; what was written over in place is known no more."""
+        number, names = None, frozenset[str]()
+        given = list(tensors((args, kwargs)))
+        if given and not any(made is value for value in given) and made.numel() == 1:
+            found = [self._known(value) for value in given]
+            if all(found):
+                names = frozenset().union(*(source for _, source in filter(None, found)))
+                left = iter([value for value, _ in filter(None, found)])
+                with _disable_current_modes():
+                    args, kwargs = map_tensors(lambda _: next(left), (args, kwargs))
+                    number = func(*args, **kwargs)
+        self._made[id(made)] = made, number, names
+
+
+def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
