@@ -2,12 +2,13 @@
 
 ``torch.export`` takes what is in any tensor for unknown, and cannot go on where code asks for it. What a captured model
 holds is known, though, and stays: a number that was read from it, or from what was computed of nothing else, is that
-number in the graph.
+number in the graph. A graph has no checks of values, which are left out (``value_checks.py``).
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from qtool.graphs.operators import aten
+from qtool.graphs.value_checks import check_at
 from qtool.nested import map_tensors, tensors
 from qtool.system.quiet import quiet_export
 
 READ = "own_numbers"
-"""Where the graph module of a program has the names of the tensors that numbers were read from."""
+"""Where a program's graph module has the names of the tensors that were read, and the places of checks left out."""
 
 READING = (aten.item.default, aten._local_scalar_dense.default)
 """What a graph has where code asked for a number that is not known."""
@@ -44,17 +46,17 @@ def exported(export: Callable[[], ExportedProgram], model: nn.Module) -> Exporte
         if "data-dependent" not in str(error):
             raise
         first = error
-    if (known := _Known(model)).values:
-        try:
-            with known:
-                again = export()
-        except Exception as error:
-            if known.read:  # what lies behind such numbers is in the way
-                raise error from None
-        else:
-            if known.read:
-                again.graph_module.meta[READ] = tuple(sorted(known.read))
-                return again
+    known = _Known(model)
+    try:
+        with known:
+            again = export()
+    except Exception as error:
+        if known.read or known.passed:  # what lies behind them is in the way
+            raise error from None
+    else:
+        if known.read or known.passed:
+            again.graph_module.meta[READ] = tuple(sorted(known.read)), tuple(sorted(known.passed))
+            return again
     if isinstance(first, Exception):
         raise first
     return first
@@ -63,14 +65,15 @@ def exported(export: Callable[[], ExportedProgram], model: nn.Module) -> Exporte
 class _Known(TorchFunctionMode):
     """Answers reading by what a model's tensors of one number hold, and what is computed of nothing else.
 
-    ``values`` are those by name, and ``read`` the names of those whose numbers were read.
+    Checks of other values pass. ``read`` are the names of the tensors whose numbers were read, ``passed`` the places of
+    those checks.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.read: set[str] = set()
+        self.read, self.passed = set[str](), set[str]()
         self._model = model
-        self.values = {name: value.detach().clone() for name, value in _named(model) if value.numel() == 1}
+        self._values = {name: value.detach().clone() for name, value in _named(model) if value.numel() == 1}
         self._made: dict[int, tuple[Tensor, Tensor | None, frozenset[str]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,6 +81,10 @@ class _Known(TorchFunctionMode):
             self.read |= found[1]
             with _disable_current_modes():
                 return _READS[func](found[0])
+        if func is Tensor.__bool__ and (check := check_at(sys._getframe(1))):
+            answer, place = check
+            self.passed.add(place)
+            return answer
         made = func(*args, **(kwargs or {}))
         if isinstance(made, Tensor):
             self._note(made, func, args, kwargs or {})
@@ -89,7 +96,7 @@ class _Known(TorchFunctionMode):
             _, number, names = self._made[id(value)]
             return None if number is None else (number, names)
         name = next((name for name, own in _named(self._model) if own is value), None)
-        return (self.values[name], frozenset((name,))) if name in self.values else None
+        return (self._values[name], frozenset((name,))) if name in self._values else None
 
     def _note(self, made: Tensor, func: Any, args: Any, kwargs: Any) -> None:
         """Computes what was made of known numbers; what was written over in place is known no more."""

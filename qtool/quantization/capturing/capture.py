@@ -108,8 +108,9 @@ def capture(
     guards = guards_of(program)
     conditions = tuple(f"captured for batches with {guard}" for guard in of_batches(guards, model, example))
     graph_module.meta["guards"] = guards
-    read = program.graph_module.meta.get(READ, ())
-    numbers = (f"what the code reads as numbers stays as it is: {', '.join(read)}",) if read else ()
+    told = ("what the code reads as numbers stays as it is", "checks of values are left out")
+    found = program.graph_module.meta.get(READ, ())
+    numbers = (f"{words}: {', '.join(names)}" for words, names in zip(told, found, strict=False) if names)
     graph_module.meta["notes"] = (*_left_out(model, graph_module), *_fixed(graph_module), *numbers, *conditions)
     graph_module.meta["any_batch"] = not conditions
     _detach_parameters(graph_module)
