@@ -33,6 +33,14 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.__index__: operator.index,
 }  # fmt: skip
 
+_COMPUTED = frozenset({
+    "abs", "add", "all", "and", "any", "bool", "ceil", "clone", "div", "double", "eq", "exp", "float",
+    "floor", "floordiv", "ge", "gt", "int", "invert", "le", "log", "logical_and", "logical_not", "logical_or",
+    "long", "lt", "max", "mean", "min", "mod", "mul", "ne", "neg", "or", "pow", "radd", "rdiv", "reshape",
+    "rfloordiv", "rmul", "round", "rpow", "rsub", "rtruediv", "sqrt", "sub", "sum", "to", "truediv", "view",
+})  # fmt: skip
+"""Functions whose result is known where what they are given is: they draw nothing."""
+
 
 def exported(export: Callable[[], ExportedProgram], model: nn.Module) -> ExportedProgram:
     """What ``export`` gives: of code that asks for numbers in a second run, which knows those of the model's own."""
@@ -73,7 +81,7 @@ class _Known(TorchFunctionMode):
         super().__init__()
         self.read, self.passed = set[str](), set[str]()
         self._model = model
-        self._values = {name: value.detach().clone() for name, value in _named(model) if value.numel() == 1}
+        self._values = {name: value.detach().cpu().clone() for name, value in _named(model) if value.numel() == 1}
         self._made: dict[int, tuple[Tensor, Tensor | None, frozenset[str]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,6 +96,8 @@ class _Known(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         if isinstance(made, Tensor):
             self._note(made, func, args, kwargs or {})
+        elif func is Tensor.__setitem__:
+            self._made[id(args[0])] = args[0], None, frozenset()
         return made
 
     def _known(self, value: Tensor) -> tuple[Tensor, frozenset[str]] | None:
@@ -102,7 +112,8 @@ class _Known(TorchFunctionMode):
         """Computes what was made of known numbers; what was written over in place is known no more."""
         number, names = None, frozenset[str]()
         given = list(tensors((args, kwargs)))
-        if given and not any(made is value for value in given) and made.numel() == 1:
+        computed = func.__name__.strip("_") in _COMPUTED and not any(made is value for value in given)
+        if given and computed and made.numel() == 1:
             found = [self._known(value) for value in given]
             if all(found):
                 names = frozenset().union(*(source for _, source in filter(None, found)))

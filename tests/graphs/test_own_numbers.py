@@ -57,10 +57,20 @@ def counted(own: Any, y: Tensor, x: Tensor) -> Tensor:
     return y * int(own.count)
 
 
+def overwritten(own: Any, y: Tensor, x: Tensor) -> Tensor:
+    own.bound[0] = x.mean()
+    return y * own.bound.item()
+
+
 OTHERS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "of an input": (lambda own, y, x: y * x.mean().item(), "got a number that is read from one.*test_own_numbers"),
     "both": (lambda own, y, x: y * own.factor.item() * x.mean().item(), "got a number that is read from one"),
     "a branch": (lambda own, y, x: y if x.sum() > own.bound else -y, "control flow that depend on values"),
+    "what is written over": (overwritten, "got a number that is read from one"),
+    "what is drawn": (
+        lambda own, y, x: y if torch.bernoulli(own.factor) > 0 else -y,
+        "control flow that depend on values",
+    ),
     "a counter": (counted, "without sizes or Python control flow that depend|a number that is read from one"),
 }
 
