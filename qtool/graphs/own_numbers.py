@@ -34,10 +34,11 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 _COMPUTED = frozenset({
-    "abs", "add", "all", "and", "any", "bool", "ceil", "clone", "div", "double", "eq", "exp", "float",
+    "abs", "add", "all", "and", "any", "bool", "ceil", "clone", "cpu", "detach", "div", "double", "eq", "exp", "float",
     "floor", "floordiv", "ge", "gt", "int", "invert", "le", "log", "logical_and", "logical_not", "logical_or",
     "long", "lt", "max", "mean", "min", "mod", "mul", "ne", "neg", "or", "pow", "radd", "rdiv", "reshape",
-    "rfloordiv", "rmul", "round", "rpow", "rsub", "rtruediv", "sqrt", "sub", "sum", "to", "truediv", "view",
+    "rfloordiv", "rmul", "round", "rpow", "rsub", "rtruediv", "sigmoid", "sqrt", "squeeze", "sub", "sum",
+    "to", "truediv", "view",
 })  # fmt: skip
 """Functions whose result is known where what they are given is: they draw nothing."""
 

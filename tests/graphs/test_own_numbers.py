@@ -32,7 +32,7 @@ OWN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a stride": lambda own, y, x: y[:, :: int(own.count)],
     "how often": lambda own, y, x: sum((y * i for i in range(own.count)), y),
     "a limit": lambda own, y, x: y.clamp(max=float(own.bound)),
-    "a factor": lambda own, y, x: y * own.factor.item(),
+    "a factor": lambda own, y, x: y * own.factor.detach().item(),
     "a branch": lambda own, y, x: y + 1 if own.bound > 0.2 and own.count != 3 else y,
 }
 
