@@ -7,7 +7,6 @@ Which question that is the source tells; one whose answer is used for anything e
 from __future__ import annotations
 
 import ast
-import functools
 import linecache
 from pathlib import Path
 from types import FrameType
@@ -30,9 +29,9 @@ def check_at(frame: FrameType | None) -> tuple[bool, str] | None:
     return None
 
 
-@functools.cache
 def _checks(file: str) -> list[tuple[int, int, bool]]:
     """The lines of the conditions of all checks in a file, each with the answer that lets it pass."""
+    linecache.checkcache(file)
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
