@@ -22,8 +22,11 @@ from qtool.graphs.value_checks import check_at
 from qtool.nested import map_tensors, tensors
 from qtool.system.quiet import quiet_export
 
-READ = "own_numbers"
-"""Where a program's graph module has the names of the tensors that were read, and the places of checks left out."""
+NOTES = "own_numbers"
+"""Where a program's graph module has sentences about the numbers that were read, and the checks left out."""
+
+UNKNOWN = "data-dependent"
+"""What ``torch.export`` calls what depends on a number that it does not know."""
 
 READING = (aten.item.default, aten._local_scalar_dense.default)
 """What a graph has where code asked for a number that is not known."""
@@ -52,7 +55,7 @@ def exported(export: Callable[[], ExportedProgram], model: nn.Module) -> Exporte
         if not any(node.target in READING for node in first.graph.nodes):
             return first
     except Exception as error:
-        if "data-dependent" not in str(error):
+        if UNKNOWN not in str(error):
             raise
         first = error
     known = _Known(model)
@@ -60,11 +63,11 @@ def exported(export: Callable[[], ExportedProgram], model: nn.Module) -> Exporte
         with known:
             again = export()
     except Exception as error:
-        if known.read or known.passed:  # what lies behind them is in the way
+        if known.notes():  # what lies behind them is in the way
             raise error from None
     else:
-        if known.read or known.passed:
-            again.graph_module.meta[READ] = tuple(sorted(known.read)), tuple(sorted(known.passed))
+        if notes := known.notes():
+            again.graph_module.meta[NOTES] = notes
             return again
     if isinstance(first, Exception):
         raise first
@@ -72,27 +75,34 @@ def exported(export: Callable[[], ExportedProgram], model: nn.Module) -> Exporte
 
 
 class _Known(TorchFunctionMode):
-    """Answers reading by what a model's tensors of one number hold, and what is computed of nothing else.
+    """Answers reading by what a model's tensors of one number hold, and by what is computed of nothing else.
 
-    Checks of other values pass. ``read`` are the names of the tensors whose numbers were read, ``passed`` the places of
-    those checks.
+    Checks of other values pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.read, self.passed = set[str](), set[str]()
+        self._read, self._passed = set[str](), set[str]()
         self._model = model
         self._values = {name: value.detach().cpu().clone() for name, value in _named(model) if value.numel() == 1}
         self._made: dict[int, tuple[Tensor, Tensor | None, frozenset[str]]] = {}
 
+    def notes(self) -> tuple[str, ...]:
+        """What there is to tell: which tensors' numbers were read, and where checks are left out."""
+        told = {
+            "what the code reads as numbers stays as it is": self._read,
+            "checks of values are left out": self._passed,
+        }
+        return tuple(f"{words}: {', '.join(sorted(names))}" for words, names in told.items() if names)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and (found := self._known(args[0])) is not None:
-            self.read |= found[1]
+            self._read |= found[1]
             with _disable_current_modes():
                 return _READS[func](found[0])
         if func is Tensor.__bool__ and (check := check_at(sys._getframe(1))):
             answer, place = check
-            self.passed.add(place)
+            self._passed.add(place)
             return answer
         made = func(*args, **(kwargs or {}))
         if isinstance(made, Tensor):
@@ -114,7 +124,7 @@ class _Known(TorchFunctionMode):
         number, names = None, frozenset[str]()
         given = list(tensors((args, kwargs)))
         computed = func.__name__.strip("_") in _COMPUTED and not any(made is value for value in given)
-        if given and computed and made.numel() == 1:
+        if given and computed and all(isinstance(size, int) and size == 1 for size in made.shape):  # none that is open
             found = [self._known(value) for value in given]
             if all(found):
                 names = frozenset().union(*(source for _, source in filter(None, found)))

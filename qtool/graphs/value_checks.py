@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = os.path.dirname(torch.__file__) + os.sep  # torchvision's folder begins likewise
 
 
 def check_at(frame: FrameType | None) -> tuple[bool, str] | None:

@@ -80,3 +80,11 @@ def test_what_changes_from_call_to_call_is_refused(name: str) -> None:
     make, words = OTHERS[name]
     with pytest.raises(QtoolError, match=words):
         capture(Reading(make).eval(), torch.randn(4, 8))
+
+
+def test_sizes_that_values_decide_stay_open() -> None:
+    model = Reading(lambda own, y, x: y * own.factor.item() + (x[:, 0] > 0).nonzero().reshape(-1).abs().sum()).eval()
+    graph = capture(model, torch.randn(4, 8))
+    for count in (1, 2, 5):
+        x = torch.randn(count, 8)
+        torch.testing.assert_close(graph(x), model(x))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,6 +83,16 @@ def mixed(x: Tensor) -> Tensor:
 def test_what_decides_anything_else_is_refused(check: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(QtoolError, match="control flow that depend on values"):
         capture(Checking(check).eval(), torch.randn(3, 4))
+
+
+def test_a_check_in_a_package_whose_name_begins_as_torchs_does_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = f"{Path(torch.__file__).parent}vision/nets.py"
+    source = "def check(x):\n    assert x.isfinite().all()\n    return x * 2\n"
+    monkeypatch.setitem(linecache.cache, file, (len(source), None, source.splitlines(keepends=True), file))
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    exec(compile(source, file, "exec"), found)
+    graph = capture(Checking(found["check"]).eval(), torch.randn(3, 4))
+    assert "checks of values are left out: nets.py:2" in graph.meta["notes"]
 
 
 def test_a_number_of_the_models_own_is_still_checked() -> None:

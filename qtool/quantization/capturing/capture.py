@@ -32,7 +32,7 @@ from qtool.errors import QtoolError, UsageError, reason_of
 from qtool.forward import made_in_inference
 from qtool.graphs.edits import drop_unused, owner
 from qtool.graphs.operators import CONVOLUTIONS
-from qtool.graphs.own_numbers import READ, READING
+from qtool.graphs.own_numbers import NOTES, READING, UNKNOWN
 from qtool.graphs.programs import FIXED_SIZE, as_graph, line_of, of_unknown_class, to_program
 from qtool.graphs.shapes import input_values, open_axes
 from qtool.graphs.structures import foreign
@@ -108,9 +108,7 @@ def capture(
     guards = guards_of(program)
     conditions = tuple(f"captured for batches with {guard}" for guard in of_batches(guards, model, example))
     graph_module.meta["guards"] = guards
-    told = ("what the code reads as numbers stays as it is", "checks of values are left out")
-    found = program.graph_module.meta.get(READ, ())
-    numbers = (f"{words}: {', '.join(names)}" for words, names in zip(told, found, strict=False) if names)
+    numbers = program.graph_module.meta.get(NOTES, ())
     graph_module.meta["notes"] = (*_left_out(model, graph_module), *_fixed(graph_module), *numbers, *conditions)
     graph_module.meta["any_batch"] = not conditions
     _detach_parameters(graph_module)
@@ -286,7 +284,7 @@ def _what_to_do(error: Exception) -> str:
         return "return a tuple, a dict or a dataclass"
     if told := made_in_inference(error):
         return told
-    if "data-dependent" in str(error):
+    if UNKNOWN in str(error):
         return (
             "rewrite that part without sizes or Python control flow that depend on values, or quantize the model "
             "without it: of a detector a module of its backbone and heads, with what chooses boxes outside"
