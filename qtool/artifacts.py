@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError, unreadable
+from qtool.errors import QtoolError, one_line, unreadable
 from qtool.system.files import sha256_of, told_as
 from qtool.system.json_files import from_json, write_json
 from qtool.system.machine import environment
@@ -272,6 +272,18 @@ def _lost(result: Mapping[str, Any]) -> Iterator[str]:
     for name, entry in result["outputs"].items() if "outputs" in whole else ():
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("file", "sha256")):
             yield f"file and sha256 of output '{name}'"
+
+
+@contextmanager
+def whole(place: Path) -> Iterator[None]:
+    """Tells results with something missing or of another kind as that: a stage writes them whole, an editor may not."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise QtoolError(
+            f"'{place}'", "results as the stages wrote them", one_line(f"{type(error).__name__}: {error}"),
+            "run the stage again whose JSON was edited; if none was, report this with its traceback (--debug)",
+        ) from error  # fmt: skip
 
 
 def output_path(run: Path, result: Mapping[str, Any], name: str) -> Path:

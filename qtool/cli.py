@@ -24,8 +24,8 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem, get_completion_class
 
-from qtool.artifacts import read_result
-from qtool.errors import ContractError, QtoolError, QtoolWarning, one_line, warning_line
+from qtool.artifacts import read_result, whole
+from qtool.errors import ContractError, QtoolError, QtoolWarning, warning_line
 from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
 from qtool.options import flag, make
 from qtool.recipe import (
@@ -361,18 +361,6 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
             yield pipeline
     finally:
         warnings.formatwarning = plain
-
-
-@contextlib.contextmanager
-def whole(place: Path) -> Iterator[None]:
-    """Tells results with something missing or of another kind as that: a stage writes them whole, an editor may not."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise QtoolError(
-            f"'{place}'", "results as the stages wrote them", one_line(f"{type(error).__name__}: {error}"),
-            "run the stage again whose JSON was edited; if none was, report this with the traceback that --debug shows",
-        ) from error  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import STAGES, has_result
+from qtool.artifacts import STAGES, has_result, whole
 from qtool.errors import ContractError, UsageError, kind_of
 from qtool.recipe import QatConfig, QuantizeConfig, Recipe
 from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_recipe, to_toml
@@ -150,10 +150,12 @@ def report(folder: str | Path | ExportResult, out: str | Path | None = None) -> 
     from qtool.reporting.gather import gather, plain
     from qtool.reporting.page import write_report
 
-    found = gather(_path_of(folder, "folder", "a run directory"))
-    if out is not None:
-        write_report(found, folder_of(out))
-    return plain(found)
+    path = _path_of(folder, "folder", "a run directory")
+    with whole(path):
+        found = gather(path)
+        if out is not None:
+            write_report(found, folder_of(out))
+        return plain(found)
 
 
 def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:
@@ -169,7 +171,8 @@ def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:
             do = "name the folder that a stage wrote, or a file"
             raise UsageError(f"artifact '{path}'", "a file or a run directory", "a folder without results", do)
         require_run_directory(path, stage)
-    return describe_run(path)
+    with whole(path):
+        return describe_run(path)
 
 
 def _path_of(what: object, name: str, kind: str) -> Path:

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 import qtool
 from qtool import cli, pipeline
 from qtool.cli import NO_REPORTS, main
-from qtool.errors import ContractError, UsageError
+from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.recipe import BenchmarkConfig, ExportConfig, QatConfig, QuantizeConfig, TrainConfig
 from qtool.system.signals import Ended
 
@@ -506,6 +506,8 @@ def test_results_that_were_cut_are_told_as_such(
     done = invoke(words[0], ".", *words[1:])
     assert done.exit_code == 1
     assert "expected results as the stages wrote them; got KeyError: " in done.stderr
+    with pytest.raises(QtoolError, match="expected results as the stages wrote them; got KeyError: "):
+        pipeline.report(".", out="page")
 
 
 @pytest.mark.parametrize(
