@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import SymInt, Tensor, nn
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -36,11 +37,14 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.__index__: operator.index,
 }  # fmt: skip
 
+_SIZED = ("pad", "view", "reshape", "expand", "repeat")
+"""Functions whose lists are of sizes, even where no item is a number yet."""
+
 _COMPUTED = frozenset({
     "abs", "add", "all", "and", "any", "bool", "ceil", "clone", "cpu", "detach", "div", "double", "eq", "exp", "float",
     "floor", "floordiv", "ge", "gt", "int", "invert", "le", "log", "logical_and", "logical_not", "logical_or",
-    "long", "lt", "max", "mean", "min", "mod", "mul", "ne", "neg", "or", "pow", "radd", "rdiv", "reshape",
-    "rfloordiv", "rmul", "round", "rpow", "rsub", "rtruediv", "sigmoid", "sqrt", "squeeze", "sub", "sum",
+    "long", "lt", "max", "maximum", "mean", "min", "minimum", "mod", "mul", "ne", "neg", "or", "pow", "radd", "rdiv",
+    "reshape", "rfloordiv", "rmul", "round", "rpow", "rsub", "rtruediv", "sigmoid", "sqrt", "squeeze", "sub", "sum",
     "to", "truediv", "view",
 })  # fmt: skip
 """Functions whose result is known where what they are given is: they draw nothing."""
@@ -97,19 +101,34 @@ class _Known(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and (found := self._known(args[0])) is not None:
-            self._read |= found[1]
-            with _disable_current_modes():
-                return _READS[func](found[0])
+            return self._told(found, _READS[func])
         if func is Tensor.__bool__ and (check := check_at(sys._getframe(1))):
             answer, place = check
             self._passed.add(place)
             return answer
-        made = func(*args, **(kwargs or {}))
+        args = tuple(self._sizes(func, value) for value in args)
+        kwargs = {name: self._sizes(func, value) for name, value in (kwargs or {}).items()}
+        made = func(*args, **kwargs)
         if isinstance(made, Tensor):
-            self._note(made, func, args, kwargs or {})
+            self._note(made, func, args, kwargs)
         elif func is Tensor.__setitem__:
             self._made[id(args[0])] = args[0], None, frozenset()
         return made
+
+    def _sizes(self, func: Any, value: Any) -> Any:
+        """Puts the numbers that torch would read by itself into a list of sizes: ``F.pad(x, (0, self.n))``."""
+        if type(value) not in (list, tuple):
+            return value
+        if func.__name__ not in _SIZED and not any(isinstance(item, int | SymInt) for item in value):
+            return value
+        found = [(item, self._known(item) if _is_size(item) else None) for item in value]
+        return type(value)(item if known is None else self._told(known, operator.index) for item, known in found)
+
+    def _told(self, found: tuple[Tensor, frozenset[str]], read: Callable[[Tensor], Any]) -> Any:
+        number, names = found
+        self._read |= names
+        with _disable_current_modes():
+            return read(number)
 
     def _known(self, value: Tensor) -> tuple[Tensor, frozenset[str]] | None:
         """The number in a tensor of the trace, and what it comes from."""
@@ -133,6 +152,10 @@ class _Known(TorchFunctionMode):
                     args, kwargs = map_tensors(lambda _: next(left), (args, kwargs))
                     number = func(*args, **kwargs)
         self._made[id(made)] = made, number, names
+
+
+def _is_size(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32) and not item.dim()
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:

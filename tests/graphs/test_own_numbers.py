@@ -30,6 +30,9 @@ class Reading(nn.Module):
 OWN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a size": lambda own, y, x: y.view(x.shape[0], int(own.count), -1).sum(1),
     "a stride": lambda own, y, x: y[:, :: int(own.count)],
+    "a padding": lambda own, y, x: nn.functional.pad(y, (1, own.count)),
+    "paddings": lambda own, y, x: nn.functional.pad(y, (own.count, own.count // 2)),
+    "a padding that is computed": lambda own, y, x: nn.functional.pad(y, [0, y.shape[1] * own.count - 3]),
     "how often": lambda own, y, x: sum((y * i for i in range(own.count)), y),
     "a limit": lambda own, y, x: y.clamp(max=float(own.bound)),
     "a factor": lambda own, y, x: y * own.factor.detach().item(),
