@@ -37,14 +37,16 @@ def quiet_loggers(*names: str, below: int = logging.ERROR) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """Drops what ``torch.export`` logs, its advice on torch's LSTM and on what a model keeps, and its partial graph."""
+    """Drops what ``torch.export`` logs, its advice on what a model keeps (as an LSTM does), and its partial graph."""
     said = io.StringIO()
     names = (
         "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor",
         "torch._guards", "torch._export.non_strict_utils",
     )  # fmt: skip
     with quiet_loggers(*names, below=logging.CRITICAL), contextlib.redirect_stderr(said), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"The tensor attributes? .*_flat_weights", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message=r"The tensor attributes? .* assigned during export", category=UserWarning
+        )
         warnings.filterwarnings("ignore", message="While compiling, we found certain side", category=UserWarning)
         yield
     if sys.stderr is not None:  # a service may have none

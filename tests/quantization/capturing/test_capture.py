@@ -646,3 +646,19 @@ def test_a_sample_in_place_of_a_batch_is_told_in_one_line_and_nothing_else(capfd
     with pytest.raises(QtoolError, match=r"or give batches, if float32 of shape \[8\] is one sample"):
         capture(nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.randn(8))
     assert capfd.readouterr() == ("", "")
+
+
+class Caching(nn.Module):
+    """Keeps what it computed of a parameter for the next call, in a dict, as LeViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.kept = nn.Parameter(torch.arange(4.0)), dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.kept.setdefault(str(x.device), self.bias.flip(0))
+
+
+def test_what_a_model_keeps_for_the_next_call_is_nothing_to_warn_of() -> None:
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(capture(Caching().eval(), x)(x), Caching()(x))
