@@ -58,7 +58,8 @@ DEFAULT_ALGORITHMS = ("pixels", "smooth", "equalize", "pairs", "analytic-bias", 
 """What post-training quantization does unless told otherwise: files stay as fast. Without samples it does less."""
 EFFORTS = ("fast", "best")
 PROVIDERS = ("cpu", "cuda", "tensorrt", "openvino", "torch", "torch-compile")
-VARIANTS = ("fp32", "fp16", "int8")
+BASELINES = ("fp32", "fp16")
+VARIANTS = (*BASELINES, "int8")
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,9 @@ class ExportConfig(Checked):
 
     opset: int | None = option(None, "ONNX opset; by default the one that the target's runtime does best with", low=13)
     gates: bool = option(True, "prove parity, coverage and size before the file takes its name")
+    baselines: tuple[str, ...] | None = option(
+        BASELINES, "float files to write beside it, which the benchmark compares it with; or none", choices=BASELINES
+    )
     parity_samples: int = option(256, "calibration samples on which end-to-end parity is judged, at most", low=1)
     reference_samples: int = option(8, "samples on which the integer reference must equal the runtime", low=0)
     tune: bool = option(False, "measure groups of units on this machine, and leave in float what is faster so")

@@ -68,8 +68,11 @@ def overflowing(model: ir.Model) -> dict[str, float]:
     return found
 
 
-def write_fp16(model: ir.Model, path: Path) -> str:
-    """Writes the half-precision twin of a float model, which it changes; or nothing, and returns why."""
+def write_fp16(model: ir.Model, path: Path, extra: Mapping[str, str] | None = None) -> str:
+    """Writes the half-precision twin of a float model, which it changes; or nothing, and returns why.
+
+    ``extra`` goes into its metadata, beside what the model's own holds.
+    """
     if branching := sorted({node.op_type for node in model.graph} & CONTROL_FLOW):
         return f"the converter does not reach into {' and '.join(branching)}"
     if turned := turned_batches.apply(model):
@@ -86,7 +89,7 @@ def write_fp16(model: ir.Model, path: Path) -> str:
         value.const_value = _in_half(weights[str(value.name)].const_value)
         half.graph.register_initializer(value)
     half.graph.sort()  # the converter puts its casts behind everything
-    save(half, path, {**model.metadata_props, "qtool.variant": "fp16"})
+    save(half, path, {**model.metadata_props, **(extra or {}), "qtool.variant": "fp16"})
     return ""
 
 

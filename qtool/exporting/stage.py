@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,7 +74,7 @@ def export(
     samples: Iterable[Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> ExportResult:
-    """Writes ``model.int8.onnx`` with its FP32 and FP16 baselines into ``out`` and proves the INT8 file.
+    """Writes ``model.int8.onnx`` with the FP32 and FP16 baselines asked for into ``out``, and proves the INT8 file.
 
     ``samples`` are batches of inputs for the parity gates; without them units are compared on the example
     inputs and the end-to-end gate is reported as not run. ``metadata`` (preprocessing, labels and
@@ -122,8 +122,8 @@ def _export(
         samples = list(parity.take(samples, config.parity_samples))
     few = _few(quantized, samples)
     gates = list(_gates(quantized, files["int8"], samples, few, config)) if config.gates else []
-    if quantized.float_graph is not None:
-        gates += _baselines(quantized, out, opset, notes, files, few)
+    if quantized.float_graph is not None and config.baselines:
+        gates += _baselines(quantized, out, opset, notes, config.baselines, files, few)
     return ExportResult(files, [gate.as_dict() for gate in gates])
 
 
@@ -225,17 +225,21 @@ def _baselines(
     out: Path,
     opset: int,
     notes: Mapping[str, str],
+    asked: Collection[str],
     files: dict[str, Path],
     few: list[Any],
 ) -> list[Gate]:
     assert quantized.float_graph is not None
-    files["fp32"] = out / FILES["fp32"]
     model = float_to_onnx(quantized.float_graph, quantized.example, opset, quantized.plan.target)
-    save(model, files["fp32"], {**notes, "qtool.variant": "fp32"})
+    if "fp32" in asked:
+        files["fp32"] = out / FILES["fp32"]
+        save(model, files["fp32"], {**notes, "qtool.variant": "fp32"})
+    if "fp16" not in asked:
+        return []
     half, masks = out / FILES["fp16"], half_masks.cut(quantized.float_graph, few)
     if masks.constants:
         model = float_to_onnx(masks.graph, quantized.example, opset, quantized.plan.target)
-    refused = baselines.write_fp16(model, half)
+    refused = baselines.write_fp16(model, half, notes)
     del model
     allocator.release()
     finite, refused = (False, refused) if refused else baselines.answers(half, quantized.float_graph, few)

@@ -11,7 +11,7 @@ from qtool.data.given import pairs_of
 from qtool.errors import QtoolError, UsageError, kind_of
 from qtool.lineage import superseded
 from qtool.options import argument, documented
-from qtool.recipe import VARIANTS, BenchmarkConfig, as_dict
+from qtool.recipe import BASELINES, VARIANTS, BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, open_task, recall_source, recall_task, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, finished, run_of, teller, writable
 from qtool.stages.surroundings import apart
@@ -79,7 +79,10 @@ def benchmark(
     folder = writable(out) or writable(run) or run
     recorded = read_result(run, made)
     _require_current(run, made)
-    outputs, impossible = _outputs(config, recorded)
+    outputs, left = _outputs(config, recorded)
+    if not outputs:
+        told, do = "; ".join(left.values()), "name others, or export again"
+        raise UsageError(argument("variants"), "files that the export wrote", told, do)
     files = {name: output_path(run, recorded, output) for name, output in outputs.items()}
     opened = recall_source(run, made, trust=trust).data if data is None else open_data(data, 0)
     identity = getattr(opened, "identity", UNIDENTIFIED)
@@ -92,7 +95,7 @@ def benchmark(
         target=recorded["plan"]["target"], precisions=_recast(config),
         progress=teller(progress),
     )  # fmt: skip
-    found["notes"] += [f"fp16 was not measured: {impossible}"] if impossible else []
+    found["notes"] += [f"{name} was not measured: {reason}" for name, reason in left.items()]
     found["notes"] += [NO_TASK] if judging is None else []
     with staging(folder, "benchmark"):
         inputs = {name: recorded["outputs"][output]["sha256"] for name, output in outputs.items()}
@@ -210,21 +213,23 @@ def _recast(config: BenchmarkConfig) -> dict[str, str]:
     return {name: name for name in config.variants if name in recast}
 
 
-def _outputs(config: BenchmarkConfig, recorded: Mapping[str, Any]) -> tuple[dict[str, str], str]:
-    """The output of the stage that each variant is measured from, and why FP16 is not among them; empty where it is."""
+def _outputs(config: BenchmarkConfig, recorded: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The output of the stage that each variant is measured from; and of those that the export did not make, why."""
     if _made(config) == "quantize":
-        return {name: name if name == "int8" else "float" for name in config.variants}, ""
+        return {name: name if name == "int8" else "float" for name in config.variants}, {}
     outputs = {name: "fp32" if name in _recast(config) else name for name in config.variants}
-    impossible = _overflown(recorded) if "fp16" in outputs else ""
-    if impossible and len(outputs) > 1:
-        del outputs["fp16"]
-    return outputs, impossible
+    left = {name: reason for name, output in outputs.items() if (reason := _unmade(output, recorded))}
+    return {name: output for name, output in outputs.items() if name not in left}, left
 
 
-def _overflown(recorded: Mapping[str, Any]) -> str:
-    """Why the export made no FP16 file; empty where it made one."""
+def _unmade(output: str, recorded: Mapping[str, Any]) -> str:
+    """Why the export made no such file; empty where it made one, or should have."""
+    if output in recorded["outputs"]:
+        return ""
+    if output in BASELINES and output not in (recorded["config"].get("baselines", BASELINES) or ()):
+        return f"the export left out {output}, as --baselines told it to"
     gates = recorded["metrics"].get("gates", ())
-    return "" if "fp16" in recorded["outputs"] else next((g["found"] for g in gates if g["name"] == "fp16 range"), "")
+    return next((gate["found"] for gate in gates if gate["name"] == f"{output} range"), "")
 
 
 def _test_batches(data: Any) -> Callable[[int], Iterable[tuple[Any, Any]]] | None:

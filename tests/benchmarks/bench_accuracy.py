@@ -119,7 +119,7 @@ def by_qtool(model: torch.nn.Module, text: str, inputs: list[Any], out: Path, ga
     if isinstance(table.get("algorithms"), str) and table["algorithms"] != "none":
         table["algorithms"] = [table["algorithms"]]
     form = quantize(model, make(QuantizeConfig, table), example=inputs[0][:2], calibration=inputs)
-    export(form, out, ExportConfig(gates=gates), samples=inputs if gates else None)
+    export(form, out, ExportConfig(gates=gates, baselines=("fp32",)), samples=inputs if gates else None)
     return list(form.plan.notes)
 
 

@@ -76,7 +76,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         if options.tune:
             config = ExportConfig(tune=True, tune_seconds=options.seconds)
             quantized, result["tuning"] = tuned(quantized, Path(folder), config, batches)
-        exported = export(quantized, Path(folder), ExportConfig(), samples=batches)
+        exported = export(quantized, Path(folder), ExportConfig(baselines=("fp32",)), samples=batches)
         result["gates"] = {gate["name"]: gate["found"] for gate in exported.gates}
         files = {variant: exported.files[variant] for variant in ("fp32", "int8")}
         measured = BenchmarkConfig(variants=("fp32", "int8"), seconds=options.seconds)

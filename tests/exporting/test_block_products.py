@@ -134,7 +134,7 @@ def test_a_layer_that_the_runtime_would_dequantize_in_every_run_is_turned(tmp_pa
 @pytest.mark.parametrize("bits", [4, 8])
 def test_layers_of_a_model_multiply_their_stored_integers_and_pass_the_gates(bits: int, tmp_path: Path) -> None:
     quantized = made(Layers(), X, weight_bits=bits, edge_bits=bits)
-    exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
+    exported = export(quantized, tmp_path, ExportConfig(baselines=None), samples=[X])
     assert all(gate["passed"] is not False for gate in exported.gates)
     kernels = Counter(node.op_type for node in optimized_graph(exported.files["int8"]).graph.node)
     assert kernels["MatMulNBits"] == 3
@@ -163,7 +163,7 @@ def test_small_layers_of_equal_weights_are_each_multiplied_as_stored(group: int 
 def test_openvino_multiplies_stored_integers_too(bits: int, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     quantized = made(Tied(), TOKENS, target="openvino", weight_bits=bits, edge_bits=bits, group_size=16)
-    exported = export(quantized, tmp_path, ExportConfig(), samples=[TOKENS])
+    exported = export(quantized, tmp_path, ExportConfig(baselines=None), samples=[TOKENS])
     assert all(gate["passed"] is not False for gate in exported.gates)
     found = next(gate["found"] for gate in exported.gates if gate["name"] == "coverage")
     assert found == f"of 2 products 2 in {bits} bits"
@@ -179,7 +179,7 @@ def test_openvino_dequantizes_a_layer_of_one_output(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 1))
     quantized = made(net, X, target="openvino")
     assert [unit.block is not None for unit in quantized.plan.units if unit.weight_bits] == [True, False]
-    exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
+    exported = export(quantized, tmp_path, ExportConfig(baselines=None), samples=[X])
     assert next(gate for gate in exported.gates if gate["name"] == "coverage")["passed"]
     blocks = made(net, X).plan.units
     assert [unit.block is not None for unit in blocks if unit.weight_bits] == [True, True]
@@ -188,7 +188,7 @@ def test_openvino_dequantizes_a_layer_of_one_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithms", [None, ("bias",)], ids=["plain", "with a bias"])
 def test_a_table_that_a_layer_shares_is_turned_in_the_file_and_stored_once(algorithms, tmp_path: Path) -> None:
     quantized = made(Tied(), TOKENS, algorithms=algorithms)
-    exported = export(quantized, tmp_path, ExportConfig(), samples=[TOKENS])
+    exported = export(quantized, tmp_path, ExportConfig(baselines=None), samples=[TOKENS])
     assert all(gate["passed"] is not False for gate in exported.gates)
     stored = [t for t in onnx.load(str(exported.files["int8"])).graph.initializer if list(t.dims) == [300, 48]]
     assert len(stored) == 1
@@ -215,7 +215,7 @@ class Again(nn.Module):
 def test_a_layer_that_is_called_again_is_dequantized_and_stored_once(options: dict[str, int], tmp_path: Path) -> None:
     quantized = made(Again(), X, **options)
     assert [unit.block is not None for unit in quantized.plan.units if unit.weight_bits] == [True, *[False] * 3, True]
-    exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
+    exported = export(quantized, tmp_path, ExportConfig(baselines=None), samples=[X])
     assert all(gate["passed"] is not False for gate in exported.gates)
     stored = [t for t in onnx.load(str(exported.files["int8"])).graph.initializer if list(t.dims) == [64, 64]]
     assert [t.data_type for t in stored] == [TensorProto.INT4 if options else TensorProto.INT8]
@@ -228,7 +228,7 @@ def test_a_layer_that_is_dequantized_after_all_fails_the_coverage_gate(
 ) -> None:
     monkeypatch.setitem(to_onnx.BLOCK_PRODUCTS, "ort-cpu", lambda model, units: 0)
     with pytest.raises(ContractError, match=r"0 of 3 multiply stored integers; not: first \(linear\) runs as"):
-        export(made(Layers(), X), tmp_path, ExportConfig(), samples=[X])
+        export(made(Layers(), X), tmp_path, ExportConfig(baselines=None), samples=[X])
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.Sigmoid()], ids=["relu", "relu6", "sigmoid"])
@@ -236,7 +236,7 @@ def test_an_activation_behind_a_layer_does_not_keep_the_runtime_from_its_integer
     x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), activation, nn.Linear(48, 8), activation)
-    exported = export(made(model, x), tmp_path, ExportConfig(), samples=[x])
+    exported = export(made(model, x), tmp_path, ExportConfig(baselines=None), samples=[x])
     kernels = Counter(node.op_type for node in optimized_graph(exported.files["int8"]).graph.node)
     assert kernels["MatMulNBits"] == 2
 
@@ -283,7 +283,7 @@ def test_groups_have_scales_of_their_own(tmp_path: Path) -> None:
     )
     stored = integers_of(quantized.graph, node) * scales_of(quantized.graph, node)
     torch.testing.assert_close(stored, by_hand(model.second.weight, 16))
-    exported = export(quantized, tmp_path, ExportConfig(), samples=[X20])
+    exported = export(quantized, tmp_path, ExportConfig(baselines=None), samples=[X20])
     assert all(gate["passed"] is not False for gate in exported.gates)
     graph = onnx.load(str(exported.files["int8"])).graph
     sizes = [a.i for n in graph.node if n.op_type == "DequantizeLinear" for a in n.attribute if a.name == "block_size"]
@@ -363,4 +363,6 @@ def test_layers_that_are_copies_of_one_another_have_their_own_scales(options: di
     torch.manual_seed(0)
     net = nn.TransformerEncoder(nn.TransformerEncoderLayer(48, 4, 48, batch_first=True), 2).eval()
     form = quantize(net, QuantizeConfig(weights_only=True, effort="fast", **options), example=X, calibration=[X])
-    assert all(gate["passed"] is not False for gate in export(form, tmp_path, ExportConfig(), samples=[X]).gates)
+    assert all(
+        gate["passed"] is not False for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=[X]).gates
+    )

@@ -49,7 +49,7 @@ def gates(result: ExportResult) -> dict[str, tuple[bool | None, str]]:
 
 
 def test_the_rest_is_judged(tmp_path: Path) -> None:
-    found = gates(export(form_of(), tmp_path, ExportConfig(), samples=[X]))
+    found = gates(export(form_of(), tmp_path, ExportConfig(baselines=None), samples=[X]))
     passed, told = found["unit parity"]
     assert passed
     assert "3 units" in told
@@ -60,7 +60,7 @@ def test_the_rest_is_judged(tmp_path: Path) -> None:
 
 
 def test_where_all_is_random_the_end_is_not_compared(tmp_path: Path) -> None:
-    found = gates(export(form_of(all_random=True), tmp_path, ExportConfig(), samples=[X]))
+    found = gates(export(form_of(all_random=True), tmp_path, ExportConfig(baselines=None), samples=[X]))
     assert found["end-to-end parity"] == (None, "not run: the outputs are random")
     assert found["unit parity"][0]
 
@@ -77,7 +77,7 @@ def test_a_fault_in_the_rest_is_found(scale: str, gate: str, monkeypatch: pytest
     monkeypatch.setattr(stage, "quantized_to_onnx", wrong)
     monkeypatch.setattr(parity, "MAX_FLOAT_ERROR", 1.0)  # what a unit gives as a float shows at the end too
     with pytest.raises(ContractError, match=gate):
-        export(form_of(), tmp_path, ExportConfig(), samples=[X])
+        export(form_of(), tmp_path, ExportConfig(baselines=None), samples=[X])
 
 
 def test_shapes_of_random_numbers_are_none() -> None:

@@ -98,8 +98,9 @@ def test_a_mask_beyond_half_hides_by_halfs_limit(kind: type[Attention], tmp_path
     assert gate["passed"]
     assert "masks of" in gate["found"]
     feeds = {name: value.numpy() for name, value in batch.items()}
-    found = onnxruntime.InferenceSession(str(exported.files["fp16"])).run(None, feeds)[0]
-    np.testing.assert_allclose(found, net(**batch).detach().numpy(), atol=4e-3)
+    session = onnxruntime.InferenceSession(str(exported.files["fp16"]))
+    np.testing.assert_allclose(session.run(None, feeds)[0], net(**batch).detach().numpy(), atol=4e-3)
+    assert session.get_modelmeta().custom_metadata_map["qtool.target"] == "ort-cpu"
 
 
 @pytest.mark.parametrize(

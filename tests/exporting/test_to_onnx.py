@@ -473,7 +473,9 @@ def test_volumes_run_in_integers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     inputs = conv_nets.example(net, 8)
     form = quantize(conv_nets.build(net), QuantizeConfig(), example=inputs, calibration=[inputs])
     assert form.plan.float_units == ()
-    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=[inputs]).gates}
+    gates = {
+        gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=[inputs]).gates
+    }
     assert gates["coverage"]["passed"]
     assert gates["integer reference"]["passed"] or not has("avx2")
 
@@ -491,7 +493,9 @@ def test_an_activation_behind_a_pool_is_the_layer_s(tmp_path: Path) -> None:
     form = quantize(model, QuantizeConfig(), example=x, calibration=[x])
     assert form.plan.float_units == ()
     assert len(quantize_nodes(form.graph)) == 4
-    gates = {gate["name"]: gate["passed"] for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates}
+    gates = {
+        gate["name"]: gate["passed"] for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=[x]).gates
+    }
     assert gates["coverage"]
 
 
@@ -569,5 +573,5 @@ def test_an_uneven_pool_is_exported_with_the_positions_that_it_needs(tmp_path: P
     pool = nn.AdaptiveAvgPool2d(7)
     net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), pool, nn.Flatten(), nn.Linear(32 * 49, 10)).eval()
     x = torch.randn(8, 3, 20, 20)
-    result = export(made(net, x), tmp_path, ExportConfig(), samples=[x])
+    result = export(made(net, x), tmp_path, ExportConfig(baselines=None), samples=[x])
     assert {gate["name"]: gate["passed"] for gate in result.gates}["size"] is True

@@ -71,7 +71,7 @@ def test_weights_alone_are_integers(bits: int, tmp_path: Path) -> None:
     assert all("it runs in float: what they gain is size" in unit.reason for unit in layers[:3])
     assert "multiplied by inputs that the runtime rounds" in layers[3].reason
     assert [unit.block for unit in layers] == [None, None, None, 32]
-    exported = export(quantized, tmp_path, ExportConfig(), samples=[X])
+    exported = export(quantized, tmp_path, ExportConfig(baselines=None), samples=[X])
     assert {gate["passed"] for gate in exported.gates} == {True}
     coverage = next(gate["found"] for gate in exported.gates if gate["name"] == "coverage")
     assert coverage.endswith("1 of 1 multiply stored integers; 3 run in float from integer weights, as planned")
@@ -127,7 +127,7 @@ def test_four_bit_activations_are_rounded_where_layers_read_them(tmp_path: Path)
     assert (wanted - quantized(X)).square().mean() < 1e-6 * noise
     assert quantized.plan.simulated
     with pytest.raises(QtoolError, match=r"export: expected activations of 8 bits; got fewer.*simulated only"):
-        export(quantized, tmp_path, ExportConfig())
+        export(quantized, tmp_path, ExportConfig(baselines=None))
     folder = tmp_path / "saved"
     folder.mkdir()
     quantized.save(folder)
@@ -167,7 +167,7 @@ def test_four_bits_between_integers_run_in_the_kernels_of_eight(make: type[nn.Mo
     layers = [unit for unit in quantized.plan.units if unit.weight_bits]
     assert [unit.weight_bits for unit in layers] == [8, 4, 4, 8]
     assert all(unit.integer for unit in layers)
-    result = export(quantized, tmp_path, ExportConfig(), samples=[x])
+    result = export(quantized, tmp_path, ExportConfig(baselines=None), samples=[x])
     assert all(gate["passed"] is not False for gate in result.gates)
     assert "not covered" not in next(gate["found"] for gate in result.gates if gate["name"] == "integer reference")
     kinds = Counter(t.data_type for t in onnx.load(str(result.files["int8"])).graph.initializer if len(t.dims) > 1)

@@ -71,7 +71,7 @@ def test_experts_are_integer_and_keep_their_own_biases(tmp_path: Path, options: 
         for batch in batches:
             assert torch.isfinite(form(batch)).all()
             assert float((form(batch) - net(batch)).abs().max()) < 0.05
-    exported = export(form, tmp_path, ExportConfig(), samples=batches)
+    exported = export(form, tmp_path, ExportConfig(baselines=None), samples=batches)
     assert {gate["passed"] for gate in exported.gates} <= {True, None}
 
 
@@ -141,7 +141,7 @@ def test_experts_of_one_tensor_are_stored_in_few_bits(
     config = QuantizeConfig(**options)
     form = quantize(net, config, example=batches[0], calibration=batches, qat=lambda *_: None)
     assert [unit.weight_bits for unit in form.plan.units if unit.kind == "linear"] == [bits] * 7
-    exported = export(form, tmp_path, ExportConfig(), samples=batches)
+    exported = export(form, tmp_path, ExportConfig(baselines=None), samples=batches)
     assert {gate["passed"] for gate in exported.gates} <= {True, None}
     tensors = onnx.load(exported.files["int8"]).graph.initializer
     weights = [tensor for tensor in tensors if math.prod(tensor.dims) >= 16 * 64]
@@ -164,7 +164,7 @@ def test_small_experts_are_stored_in_bytes_and_read_in_float(options: dict[str, 
     stored = [unit for unit in form.plan.units if unit.kind == "stored_product" and unit.weight_bits == 8]
     assert len(stored) == 2 - ("overrides" in options)
     assert not any(unit.integer for unit in stored)
-    exported = export(form, tmp_path, ExportConfig(), samples=batches)
+    exported = export(form, tmp_path, ExportConfig(baselines=None), samples=batches)
     assert {gate["passed"] for gate in exported.gates} <= {True, None}
     model = onnx.load(exported.files["int8"])
     kinds = Counter(tensor.data_type for tensor in model.graph.initializer if math.prod(tensor.dims) == 6 * 16 * 64)

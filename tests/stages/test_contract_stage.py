@@ -167,7 +167,7 @@ def test_the_closest_candidate_is_exported_when_it_is_named(trained: Path) -> No
     assert recorded["contract"] == json.loads(json.dumps(caught.value.details))
     with pytest.raises(UsageError, match=rf"got variants search/closest; name one: {re.escape(str(closest))}"):
         qtool.export(trained)
-    exported = qtool.export(closest)
+    exported = qtool.export(closest, baselines=None)
     gates = {gate["name"]: gate for gate in exported.gates}
     assert gates["contract"]["passed"] is None
     assert "did not keep it" in gates["contract"]["found"]
@@ -271,7 +271,7 @@ def test_mixed_precision_passes_the_gates(trained: Path) -> None:
     assert "in float" in result["contract"]["chosen"]
     floats = [unit["name"] for unit in result["plan"]["units"] if unit["reason"] == "left in float by an override"]
     assert floats
-    exported = qtool.export(trained, parity_samples=32, reference_samples=2)
+    exported = qtool.export(trained, parity_samples=32, reference_samples=2, baselines=None)
     coverage = next(gate for gate in exported.gates if gate["name"] == "coverage")
     assert coverage["passed"]
     assert {unit["name"] for unit in coverage["details"]["float_units"]} >= set(floats)

@@ -99,7 +99,7 @@ def test_the_file_takes_sizes_that_it_was_not_calibrated_with(
     qtool.quantize(model, batches, dynamic_axes=axes, out=tmp_path, **settings)
     quantized = load_quantized(tmp_path)
     assert not [unit for unit in quantized.plan.float_units if unit.kind in ("conv", "linear", "conv_transpose2d")]
-    exported = qtool.export(tmp_path, samples=batches)
+    exported = qtool.export(tmp_path, samples=batches, baselines=("fp32",))
     assert all(gate["passed"] for gate in exported.gates)
     session = onnxruntime.InferenceSession(exported.files["int8"], providers=["CPUExecutionProvider"])
     assert all([size for size in value.shape if isinstance(size, str)] == names for value in session.get_inputs())
@@ -137,7 +137,7 @@ def test_a_file_with_a_cache_goes_on_from_one_of_any_length(tmp_path: Path) -> N
     starts = (2, 5, 9, 16)
     batches = [{"tokens": tokens[:, at : at + 4], "past": model(tokens[:, :at], nothing)[1]} for at in starts]
     form = qtool.quantize(model, batches, dynamic_axes=[1, 2], effort="fast")
-    exported = qtool.export(form, tmp_path, samples=batches)
+    exported = qtool.export(form, tmp_path, samples=batches, baselines=None)
     assert all(gate["passed"] for gate in exported.gates)
     session = onnxruntime.InferenceSession(exported.files["int8"], providers=["CPUExecutionProvider"])
     shapes = [value.shape for value in session.get_inputs()]
@@ -189,7 +189,7 @@ def test_other_ways_of_quantizing_leave_them_open_too(settings: dict[str, Any], 
     torch.manual_seed(0)
     model, batches = Segmenter().eval(), [images(8, size) for size in (8, 12)]
     quantized = qtool.quantize(model, batches, dynamic_axes=(2, 3), effort="fast", **settings)
-    exported = qtool.export(quantized, tmp_path, samples=batches)
+    exported = qtool.export(quantized, tmp_path, samples=batches, baselines=None)
     x = images(3, 18)
     assert db(quantized(x), run(exported.files["int8"], x)) > 25
 
@@ -268,7 +268,7 @@ def test_sizes_that_only_together_are_fixed_stay_open(tmp_path: Path) -> None:
     model, batches = Mixer().eval(), [torch.randn(4, 3, 16, 16)]
     quantized = qtool.quantize(model, batches, dynamic_axes=(2, 3))
     assert not any("captured" in note for note in quantized.plan.notes)
-    file = qtool.export(quantized, tmp_path, samples=batches).files["fp32"]
+    file = qtool.export(quantized, tmp_path, samples=batches, baselines=("fp32",)).files["fp32"]
     x = torch.randn(2, 3, 8, 32)
     (found,) = onnxruntime.InferenceSession(file).run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), atol=1e-5, rtol=1e-5)

@@ -46,7 +46,7 @@ def test_each_stage_takes_what_the_one_before_returned(tmp_path: Path) -> None:
     trained = qtool.train(net(), data, epochs=1, max_steps=2)
     quantized, again = qtool.quantize(trained, data), qtool.quantize(trained.model, data)
     assert torch.equal(quantized(data[0][0]), again(data[0][0]))
-    exported = qtool.export(quantized, tmp_path / "out", samples=data)
+    exported = qtool.export(quantized, tmp_path / "out", samples=data, baselines=("fp32",))
     assert exported.folder == tmp_path / "out"
     figures = qtool.benchmark(exported, data, task=Wrong(), seconds=0.1, allow_slower=True)
     assert (tmp_path / "out" / "benchmark.json").exists()  # committed where the files are
@@ -88,7 +88,7 @@ def test_a_benchmark_packs_outputs_as_the_model_does_and_asks_for_a_task_that_no
 ) -> None:
     model, data = Named().eval(), batches()
     qtool.quantize(model, data, task=WrongByName(), out=tmp_path)
-    qtool.export(tmp_path, samples=data)
+    qtool.export(tmp_path, samples=data, baselines=("fp32",))
     options = {"seconds": 0.1, "width": 1.0, "allow_slower": True}
     told = qtool.benchmark(tmp_path, data, task=WrongByName(), **options)
     wrong = sum(float((model(x)["classes"].argmax(1) != y).sum()) for x, y in data) / 32
@@ -141,7 +141,8 @@ def test_what_files_are_to_tell_is_in_them_and_is_taken_for_nothing_else(tmp_pat
 
 def test_files_tell_what_outputs_are_packed_in_where_no_quantized_model_is_beside_them(tmp_path: Path) -> None:
     model, data = Named().eval(), batches()
-    exported = qtool.export(qtool.quantize(model, data, task=WrongByName(), effort="fast"), tmp_path, samples=data)
+    quantized = qtool.quantize(model, data, task=WrongByName(), effort="fast")
+    exported = qtool.export(quantized, tmp_path, samples=data, baselines=("fp32",))
     wrong = sum(float((model(x)["classes"].argmax(1) != y).sum()) for x, y in data) / 32
     for files in (exported, exported.files):
         told = qtool.benchmark(files, data, task=WrongByName(), seconds=0.1, width=1.0, allow_slower=True)

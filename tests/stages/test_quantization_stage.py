@@ -169,7 +169,7 @@ def test_a_model_that_chooses_between_two_branches_is_opened_again_and_exported(
     assert {bool(x.sum() > 0) for x in batches} == {True, False}
     qtool.quantize(model, batches, out=str(tmp_path))
     quantized = qtool.load_quantized(tmp_path)
-    files = qtool.export(tmp_path, samples=batches).files
+    files = qtool.export(tmp_path, samples=batches, baselines=None).files
     results = {stage: read_result(tmp_path, stage) for stage in ("quantize", "export")}
     assert outdated(results, tmp_path) == []
     session = OrtSession(files["int8"])
@@ -181,7 +181,7 @@ def test_a_model_that_chooses_between_two_branches_is_opened_again_and_exported(
 def test_what_export_returned_stands_for_its_run_directory(tmp_path: Path) -> None:
     batches = [torch.randn(8, 4)]
     quantized = qtool.quantize(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), batches, out=tmp_path)
-    exported = qtool.export(tmp_path, samples=batches, gates=False)
+    exported = qtool.export(tmp_path, samples=batches, gates=False, baselines=None)
     assert torch.equal(qtool.load_quantized(exported)(batches[0]), quantized(batches[0]))
 
 
@@ -243,7 +243,8 @@ def test_threads_that_quantize_and_export_at_once_take_turns(tmp_path: Path) -> 
     def made(seed: int) -> bool:
         model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
         images = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
-        exported = qtool.export(qtool.quantize(model, [images]), tmp_path / str(seed), samples=[images])
+        quantized = qtool.quantize(model, [images])
+        exported = qtool.export(quantized, tmp_path / str(seed), samples=[images], baselines=None)
         return all(gate["passed"] for gate in exported.gates)
 
     with ThreadPoolExecutor(3) as pool:

@@ -21,7 +21,7 @@ from qtool.artifacts import read_result
 from qtool.data.specs import load_data
 from qtool.errors import ContractError, QtoolError, UsageError
 from qtool.quantization.contracts import search
-from qtool.recipe import QatConfig
+from qtool.recipe import BASELINES, QatConfig
 from qtool.reporting.terminal import quantize_lines
 from qtool.source import require_run_directory
 from qtool.stages import load_quantized
@@ -437,8 +437,30 @@ def test_a_model_that_has_no_file_in_half_precision_is_measured_without_it(tmp_p
     found = qtool.benchmark(run, seconds=0.01, allow_slower=True)
     assert set(found["variants"]) == {"fp32", "int8"}
     assert any(note.startswith("fp16 was not measured: no FP16 file: ") for note in found["notes"])
-    with pytest.raises(QtoolError, match="an output named 'fp16'"):
+    with pytest.raises(UsageError, match="expected files that the export wrote; got no FP16 file: "):
         qtool.benchmark(run, variants=("fp16",))
+
+
+def test_float_files_are_written_as_asked_and_the_benchmark_tells_what_it_did_without(
+    tmp_path: Path, small_net: str, small_data: str
+) -> None:
+    run = tmp_path / "run"
+    qtool.quantize(small_net, small_data, out=run, calibration="train:32")
+    whole = qtool.export(run, parity_samples=16)
+    for asked in (("fp32",), ("fp16",), None):
+        place = tmp_path / str(asked)
+        made = qtool.export(run, place, parity_samples=16, baselines=asked)
+        assert set(made.files) == {"int8", *(asked or ())}
+        assert all(file.read_bytes() == whole.files[name].read_bytes() for name, file in made.files.items())
+        assert made.gates == [g for g in whole.gates if g["name"] != "fp16 range" or asked == ("fp16",)]
+    found = qtool.benchmark(place, seconds=0.01)
+    assert (set(found["variants"]), found["reference"]) == ({"int8"}, "int8")
+    told = [note for note in found["notes"] if "not measured" in note]
+    assert told == [
+        f"{name} was not measured: the export left out {name}, as --baselines told it to" for name in BASELINES
+    ]
+    with pytest.raises(UsageError, match="got the export left out fp32, as --baselines told it to; name others"):
+        qtool.benchmark(place, variants=("fp32",))
 
 
 UNLABELLED = """
@@ -463,7 +485,7 @@ def test_inputs_without_labels_are_enough_for_all_but_training(tmp_path: Path, s
     file.write_text(UNLABELLED)
     data = f"{file}:data"
     qtool.quantize(small_net, data, out=out, min_agreement=50, method="given", calibration="train:32")
-    qtool.export(out, parity_samples=16, reference_samples=2)
+    qtool.export(out, parity_samples=16, reference_samples=2, baselines=("fp32",))
     measured = qtool.benchmark(out, seconds=0.01, allow_slower=True)["variants"]["int8"]["accuracy"]
     assert measured["num_samples"] == 20
     assert measured["agreement"] > 0.5
@@ -562,7 +584,7 @@ def test_a_model_of_two_inputs_is_exported_on_its_recorded_samples(tmp_path: Pat
     file, out = tmp_path / "two.py", tmp_path / "run"
     file.write_text(TWO_INPUTS)
     qtool.quantize(f"{file}:build", f"{file}:data", out=out, calibration="train:16")
-    gates = {gate["name"]: gate["passed"] for gate in qtool.export(out).gates}
+    gates = {gate["name"]: gate["passed"] for gate in qtool.export(out, baselines=None).gates}
     assert gates["end-to-end parity"]
     assert gates["unit parity"]
 
@@ -573,7 +595,7 @@ def test_an_export_of_another_model_is_told_though_it_was_given_as_an_object(
     batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     nets = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)) for _ in range(2)]
     monkeypatch.chdir(tmp_path)
-    exported = qtool.export(qtool.quantize(nets[0], batches), ".", samples=batches)
+    exported = qtool.export(qtool.quantize(nets[0], batches), ".", samples=batches, baselines=None)
     assert exported.folder == tmp_path, "it is found from any folder"
     qtool.quantize(nets[1], batches, out=tmp_path)
     (told,) = qtool.inspect(tmp_path)["notes"]
@@ -581,5 +603,5 @@ def test_an_export_of_another_model_is_told_though_it_was_given_as_an_object(
     with pytest.raises(QtoolError, match="got one of another model than quantize; run 'qtool export'"):
         qtool.benchmark(tmp_path, data=batches)
     for same in (qtool.quantize(nets[1], batches), load_quantized(tmp_path)):
-        qtool.export(same, tmp_path, samples=batches)
+        qtool.export(same, tmp_path, samples=batches, baselines=None)
         assert "notes" not in qtool.inspect(tmp_path)

@@ -21,6 +21,7 @@ from qtool.exporting import stage
 from qtool.stages import cost
 
 OPTIONS = {"calibration": "train:64"}
+BARE: dict[str, Any] = {"parity_samples": 32, "reference_samples": 2, "baselines": ("fp32",)}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def kept(quantized: Path, tmp_path: Path) -> Path:
 
 
 def test_the_verdict_is_that_of_the_files_own_answers(kept: Path, held_out_data: str) -> None:
-    exported = qtool.export(kept, parity_samples=32, reference_samples=2)
+    exported = qtool.export(kept, **BARE)
     verdict = read_result(kept, "export")["contract"]
     assert verdict["met"] is True
     assert verdict["num_samples"] == 300
@@ -69,7 +70,7 @@ def test_a_file_that_breaks_it_takes_no_name_and_exits_with_3(
     kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file alone is spoilt: the graph that the search judged is not, and no other gate looks."""
-    qtool.export(kept, parity_samples=32, reference_samples=2)
+    qtool.export(kept, **BARE)
     save = stage.save
 
     def spoilt(made: Any, path: Path, notes: Any) -> None:
@@ -96,10 +97,10 @@ def test_a_file_that_breaks_it_takes_no_name_and_exits_with_3(
 def test_what_cannot_be_judged_says_so(tmp_path: Path, kept: Path) -> None:
     held = [(torch.randn(300, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(300) % 3)]
     qtool.quantize(kept, out=tmp_path / "own", validation=held, max_kl=0.1, **OPTIONS)
-    first = qtool.export(tmp_path / "own", parity_samples=32, reference_samples=2).gates[-1]
+    first = qtool.export(tmp_path / "own", **BARE).gates[-1]
     assert (first["name"], first["passed"]) == ("contract", None)
     assert "pass them to export as validation=" in first["found"]
-    again = qtool.export(tmp_path / "own", validation=held, parity_samples=32, reference_samples=2).gates[-1]
+    again = qtool.export(tmp_path / "own", validation=held, **BARE).gates[-1]
     assert again["passed"] is True
     assert again["details"]["num_samples"] == 300
 
@@ -125,9 +126,12 @@ def test_a_contract_on_objects_is_judged_when_they_are_given_again(tmp_path: Pat
     held: dict[str, Any] = {"validation": [(x[:60], target[:60]), (x[60:], target[60:])]}
     qtool.quantize(model, [calibration], task=Error(), max_drop=5.0, out=tmp_path, effort="fast", **held)
     samples = [calibration]
-    assert "pass them to export as validation=" in qtool.export(tmp_path, samples=samples).gates[-1]["found"]
-    assert "with task=" in qtool.export(tmp_path, samples=samples, **held).gates[-1]["found"]
-    exported = qtool.export(tmp_path, samples=samples, task=Error(), **held)
+    assert (
+        "pass them to export as validation="
+        in qtool.export(tmp_path, samples=samples, baselines=None).gates[-1]["found"]
+    )
+    assert "with task=" in qtool.export(tmp_path, samples=samples, baselines=None, **held).gates[-1]["found"]
+    exported = qtool.export(tmp_path, samples=samples, task=Error(), baselines=None, **held)
     assert exported.gates[-1]["passed"] is True
     session = onnxruntime.InferenceSession(str(exported.files["int8"]), options(), providers=["CPUExecutionProvider"])
     (answers,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
@@ -140,11 +144,11 @@ def test_a_divergence_from_objects_needs_no_task(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
     samples, held = [torch.randn(32, 1, 8, 8)], [torch.randn(50, 1, 8, 8)]
     qtool.quantize(model, samples, task=Error(), validation=held, max_kl=0.1, out=tmp_path, effort="fast")
-    assert qtool.export(tmp_path, samples=samples, validation=held).gates[-1]["passed"] is True
+    assert qtool.export(tmp_path, samples=samples, validation=held, baselines=None).gates[-1]["passed"] is True
 
 
 def test_without_a_contract_there_is_none_to_judge(kept: Path, tmp_path: Path) -> None:
     qtool.quantize(kept, out=tmp_path / "plain", **OPTIONS)
-    exported = qtool.export(tmp_path / "plain", parity_samples=32, reference_samples=2)
+    exported = qtool.export(tmp_path / "plain", **BARE)
     assert "contract" not in [gate["name"] for gate in exported.gates]
     assert "contract" not in read_result(tmp_path / "plain", "export")

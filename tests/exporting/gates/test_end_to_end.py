@@ -143,14 +143,14 @@ def test_a_file_that_holds_the_samples_size_fails(tmp_path: Path, monkeypatch: p
     config = QuantizeConfig(dynamic_axes=(2, 3), effort="fast")
     given = [batch.repeat(1, 1, 2, 2) for batch in batches(64)]
     form = quantize(Pooled().eval(), config, example=given[0], calibration=given)
-    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=given).gates}
+    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=given).gates}
     assert gates["unit parity"]["details"]["other_sizes"] == ["2 × 3 × 6 × 6"]
     gate = gates["end-to-end parity"]
     assert gate["details"]["other_sizes"] == ["1 × 3 × 12 × 12", "3 × 3 × 12 × 12", "2 × 3 × 6 × 6"]
     assert gate["found"].endswith(", not at 2 × 3 × 13 × 13 and 2 × 3 × 6 × 13, which the model refuses")
     monkeypatch.setattr(adaptive_pools, "translations", lambda graph: {})  # torch's own: a window of the samples' size
     with pytest.raises(ContractError, match="gate 'unit parity': expected units that take 2 × 3 × 6 × 6, as the float"):
-        export(form, tmp_path, ExportConfig(), samples=given)
+        export(form, tmp_path, ExportConfig(baselines=None), samples=given)
     save(quantized_to_onnx(form, 21), tmp_path / "frozen.onnx")
     failed = end_to_end(form, tmp_path / "frozen.onnx", given)
     assert (failed.passed, failed.expected[:17]) == (False, "at 2 × 3 × 6 × 6,")
@@ -353,7 +353,7 @@ def test_a_float_model_without_answers_is_told_as_such(tmp_path: Path) -> None:
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
     form = quantize(Dividing().eval(), QuantizeConfig(), example=x[:2], calibration=[x])
     with pytest.raises(ContractError, match=r"numbers of the float model .*; got NaN among them; give samples"):
-        export(form, tmp_path, ExportConfig(), samples=[x])
+        export(form, tmp_path, ExportConfig(baselines=None), samples=[x])
 
 
 def test_zeros_prove_nothing(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_zeros_prove_nothing(tmp_path: Path) -> None:
     nn.init.zeros_(net[3].weight)
     nn.init.zeros_(net[3].bias)
     form = quantize(net, QuantizeConfig(), example=next(batches(8)), calibration=list(batches(64)))
-    gates = export(form, tmp_path, ExportConfig(), samples=list(batches(16))).gates
+    gates = export(form, tmp_path, ExportConfig(baselines=None), samples=list(batches(16))).gates
     (gate,) = (gate for gate in gates if gate["name"] == "end-to-end parity")
     assert gate["passed"] is None
     assert gate["found"].startswith("not run: the float model answers all samples with zeros")

@@ -47,7 +47,7 @@ def made(cell: type[nn.RNNBase] = nn.LSTM, net: dict[str, Any] | None = None, **
 
 
 def exported(form: QuantizedModel, folder: Path) -> tuple[ExportResult, dict[str, Any]]:
-    result = export(form, folder, ExportConfig(), samples=[X])
+    result = export(form, folder, ExportConfig(baselines=None), samples=[X])
     return result, {gate["name"]: gate for gate in result.gates}
 
 
@@ -156,7 +156,7 @@ def test_sequences_of_any_length(tmp_path: Path, cell: type[nn.RNNBase], batch_f
     net = Ordered(cell, batch_first).eval()
     batches = [torch.randn(4, length, 12) for length in (5, 9)]
     form = quantize(net, QuantizeConfig(dynamic_axes=(1,)), example=batches[0], calibration=batches)
-    result = export(form, tmp_path, ExportConfig(), samples=batches)
+    result = export(form, tmp_path, ExportConfig(baselines=("fp32",)), samples=batches)
     assert {gate["passed"] for gate in result.gates} <= {True, None}
     x = torch.randn(3, 21, 12)
     for path, tolerance in ((result.files["fp32"], 1e-5), (result.files["int8"], 0.05)):
@@ -205,7 +205,7 @@ def test_openvino_does_not_round_what_stored_weights_multiply(tmp_path: Path) ->
     torch.manual_seed(0)
     x = torch.randn(16, 3, 32)
     form = quantize(Wide().eval(), QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
-    path = export(form, tmp_path, ExportConfig(), samples=[x]).files["int8"]
+    path = export(form, tmp_path, ExportConfig(baselines=None), samples=[x]).files["int8"]
     session = open_session(path, provider="openvino")
     (found,), expected = session.run({"x": x.numpy()}), form(x).numpy()
     assert 10 * np.log10(np.square(expected).mean() / np.square(found - expected).mean()) > 100

@@ -45,7 +45,7 @@ class Shared(nn.Module):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
     made = quantize(Shared().eval(), QuantizeConfig(algorithms=()), example=X, calibration=[X])
-    result = export(made, tmp_path_factory.mktemp("shared"), ExportConfig(), samples=[X])
+    result = export(made, tmp_path_factory.mktemp("shared"), ExportConfig(baselines=None), samples=[X])
     return result.files["int8"], result.gates
 
 
@@ -101,7 +101,7 @@ def test_a_file_that_cannot_saturate_asks_for_nothing(
     monkeypatch.setattr(parity, "cpu_info", lambda: {"features": ["avx2"]})
     config = QuantizeConfig(effort="fast", weight_bits=bits, weights_only=alone)
     made = quantize(Shared().eval(), config, example=X, calibration=[X])
-    result = export(made, tmp_path, ExportConfig(), samples=[X])
+    result = export(made, tmp_path, ExportConfig(baselines=None), samples=[X])
     assert all(gate["passed"] for gate in result.gates)
     path = result.files["int8"]
     assert not onnx_notes.asks_for_exact_sums(path)

@@ -60,7 +60,7 @@ def test_the_first_and_the_last_layer_have_bits_of_their_own_below_seven(bits, e
 
 def test_the_file_holds_the_graphs_integers_two_to_a_byte_and_passes_its_gates(tmp_path: Path) -> None:
     quantized = quantized_to(4)
-    result = export(quantized, tmp_path, ExportConfig(), samples=BATCHES)
+    result = export(quantized, tmp_path, ExportConfig(baselines=None), samples=BATCHES)
     assert all(gate["passed"] is not False for gate in result.gates)
     stored = {t.name: t for t in onnx.load(str(result.files["int8"])).graph.initializer}
     checked = below = 0
@@ -90,7 +90,7 @@ def test_zero_points_that_a_layer_of_eight_bits_has_too_stay_there(tmp_path: Pat
     model = nn.Sequential(*(nn.Conv2d(3 if i == 0 else 8, 8, 3) for i in range(4))).eval()
     quantized = quantize(model, QuantizeConfig(weight_bits=4), example=BATCHES[0], calibration=BATCHES)
     assert bits_of(quantized) == [8, 4, 4, 8]
-    result = export(quantized, tmp_path, ExportConfig(), samples=BATCHES)
+    result = export(quantized, tmp_path, ExportConfig(baselines=None), samples=BATCHES)
     assert all(gate["passed"] is not False for gate in result.gates)
 
 
@@ -142,4 +142,4 @@ def test_equal_weights_that_are_stored_once_are_packed_once(tmp_path: Path) -> N
     model = quantized_to_onnx(quantized, 21)
     kinds = [value.dtype for value in model.graph.initializers.values() if value.shape == (8, 1, 1, 1)]
     assert kinds == [ir.DataType.INT4]
-    export(quantized, tmp_path, ExportConfig(), samples=[x])
+    export(quantized, tmp_path, ExportConfig(baselines=None), samples=[x])

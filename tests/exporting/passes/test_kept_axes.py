@@ -74,5 +74,5 @@ def test_openvino_gives_what_tokens_come_to(
     x = [torch.randn(16, 12, 32) + 0.5 for _ in range(2)]
     config = QuantizeConfig(target="openvino", effort="fast")
     form = quantize(model(reduce).eval(), config, example=x[0], calibration=x)
-    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=x).gates}
+    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=x).gates}
     assert gates["end-to-end parity"]["passed"]

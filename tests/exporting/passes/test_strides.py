@@ -84,10 +84,12 @@ def test_openvino_convolves_integers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     torch.manual_seed(0)
     x = [torch.randn(8, 3, 20, 20) for _ in range(2)]
     form = quantize(Projected().eval(), QuantizeConfig(target="openvino", effort="fast"), example=x[0], calibration=x)
-    coverage = next(g for g in export(form, tmp_path, ExportConfig(), samples=x).gates if g["name"] == "coverage")
+    coverage = next(
+        g for g in export(form, tmp_path, ExportConfig(baselines=None), samples=x).gates if g["name"] == "coverage"
+    )
     assert coverage["details"]["arithmetic"] == {"int8": 4}
     monkeypatch.setitem(
         to_onnx.PASSES, "openvino", tuple(p for p in to_onnx.PASSES["openvino"] if p is not strides.apply)
     )
     with pytest.raises(ContractError, match=r"in float: left, right; leave those units in float"):
-        export(form, tmp_path, ExportConfig(), samples=x)
+        export(form, tmp_path, ExportConfig(baselines=None), samples=x)

@@ -229,7 +229,7 @@ X = torch.rand(16, 16, 6, 6, generator=torch.Generator().manual_seed(0))
 def test_files_are_the_same_in_any_session(algorithms: tuple[str, ...], tmp_path: Path) -> None:
     config = QuantizeConfig(algorithms=algorithms, rounding_steps=20)
     made = quantize(OfOneSign().eval(), config, example=X, calibration=[X])
-    result = export(made, tmp_path, ExportConfig(), samples=[X])
+    result = export(made, tmp_path, ExportConfig(baselines=None), samples=[X])
     path, (gate,) = result.files["int8"], [gate for gate in result.gates if gate["name"] == "saturation"]
     assert gate["passed"]
     asks = onnx_notes.asks_for_exact_sums(path)
@@ -352,7 +352,7 @@ def test_training_keeps_pairs_within_bounds(
     assert len(layers) == 4
     assert all(fits(integers_of(made.graph, layer).numpy(), 1) for layer in layers) is (algorithms is not None)
     assert sqnr_db(output, call(made.graph, X)) >= 35  # single steps flip, which are wide where weights shrank
-    path = export(made, tmp_path, ExportConfig(), samples=[X]).files["int8"]
+    path = export(made, tmp_path, ExportConfig(baselines=None), samples=[X]).files["int8"]
     assert onnx_notes.asks_for_exact_sums(path) is (algorithms is None)
     notes = [note for note in made.plan.notes if "pairs" in note]
     ends = "which training keeps to" if freeze_bn else "2 paths of channels in another order for it"

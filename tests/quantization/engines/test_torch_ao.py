@@ -291,7 +291,7 @@ def test_layers_over_sequences_are_integer_kernels(mode: str, tmp_path: Path) ->
         return quantize(model, config, example=x[:2], calibration=[x], qat=None if mode == "ptq" else lambda *_: None)
 
     form = quantized_by("torch.ao")
-    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates}
+    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=[x]).gates}
     assert gates["coverage"]["found"] == "3 of 3 integer units run in integers"
     assert torch.equal(form(x), quantized_by("pt2e")(x))
 

@@ -137,7 +137,7 @@ def small_vit(target: str = "openvino", **overrides: str) -> tuple[QuantizedMode
 def test_products_read_what_has_its_zero_at_zero_and_the_file_opens_in_onnx_runtime(tmp_path: Path) -> None:
     quantized, batches = small_vit()
     assert sum(unit.kind == "matmul" and unit.integer for unit in quantized.plan.units) == 4
-    result = export(quantized, tmp_path, ExportConfig(), samples=batches)
+    result = export(quantized, tmp_path, ExportConfig(baselines=None), samples=batches)
     graph = onnx.load(result.files["int8"]).graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     made_by = {output: node for node in graph.node for output in node.output}

@@ -113,7 +113,9 @@ def test_a_layer_of_a_vector_is_a_product(bias: bool, tmp_path: Path) -> None:
     assert targets(graph).count(aten.linear.default) == 1
     torch.testing.assert_close(graph(x), model(x))
     form = quantize(model, QuantizeConfig(), example=x, calibration=[x])
-    assert all(gate["passed"] is not False for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates)
+    assert all(
+        gate["passed"] is not False for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=[x]).gates
+    )
 
 
 def test_it_runs_in_integers(tmp_path: Path) -> None:
@@ -122,6 +124,6 @@ def test_it_runs_in_integers(tmp_path: Path) -> None:
     model = nn.Sequential(Turned(16, 24, "matmul"), nn.Flatten(0, 1), nn.ReLU(), Turned(24, 8)).eval()
     form = quantize(model, QuantizeConfig(), example=x, calibration=[x])
     assert [unit.integer for unit in form.plan.units if unit.kind == "linear"] == [True, True]
-    exported = export(form, tmp_path, ExportConfig(), samples=[x])
+    exported = export(form, tmp_path, ExportConfig(baselines=None), samples=[x])
     weights = [t for t in onnx.load(str(exported.files["int8"])).graph.initializer if len(t.dims) == 2]
     assert {tensor.data_type for tensor in weights} == {onnx.TensorProto.INT8}

@@ -44,7 +44,7 @@ def test_one_slope_is_a_leaky_relu(slopes: tuple[float, ...], written: bool) -> 
 def test_it_runs_in_integers(tmp_path: Path) -> None:
     form = quantize(net(0.25), QuantizeConfig(effort="fast"), example=X, calibration=[X])
     assert not form.plan.float_units
-    export(form, tmp_path, ExportConfig(), samples=[X])
+    export(form, tmp_path, ExportConfig(baselines=None), samples=[X])
 
 
 @pytest.mark.parametrize("freeze_bn", [0.0, 0.5])

@@ -68,7 +68,7 @@ def test_the_numbers_are_the_same_without_the_quantizers(
 @pytest.mark.parametrize("engine", ["pt2e", "torch.ao"])
 def test_the_file_pads_within_its_convolutions_and_passes_every_gate(engine: str, tmp_path: Path) -> None:
     quantized, x = made(engine=engine, algorithms=None)
-    exported = qtool.export(quantized, tmp_path / "out", samples=[x])
+    exported = qtool.export(quantized, tmp_path / "out", samples=[x], baselines=None)
     assert all(gate["passed"] is not False for gate in exported.gates)
     kinds = [node.op_type for node in optimized_graph(exported.files["int8"]).graph.node]
     assert "Pad" not in kinds
@@ -80,7 +80,7 @@ def test_a_padded_input_is_quantized_before_it_is_padded(tmp_path: Path) -> None
     x = torch.randn(4, 3, 16, 16)
     model = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
     quantized = quantize(model, QuantizeConfig(), example=x[:2], calibration=[x])
-    exported = qtool.export(quantized, tmp_path / "out", samples=[x])
+    exported = qtool.export(quantized, tmp_path / "out", samples=[x], baselines=None)
     assert all(gate["passed"] is not False for gate in exported.gates)
     kinds = [node.op_type for node in optimized_graph(exported.files["int8"]).graph.node]
     assert "Pad" not in kinds
@@ -128,5 +128,7 @@ def test_a_reverted_convolution_pads_numbers(tmp_path: Path) -> None:
 
     quantized, x = made(algorithms=None)
     reverted = in_float(quantized, {"left": "slower in integers"})
-    exported = qtool.export(dataclasses.replace(reverted, float_graph=None), tmp_path / "out", samples=[x])
+    exported = qtool.export(
+        dataclasses.replace(reverted, float_graph=None), tmp_path / "out", samples=[x], baselines=None
+    )
     assert all(gate["passed"] is not False for gate in exported.gates)

@@ -35,7 +35,7 @@ def exported(target: str, folder: Path) -> tuple[onnx.ModelProto, dict[str, bool
     batches = list(torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(1)).split(8))
     quantized = quantize(net(), QuantizeConfig(target=target), example=batches[0][:2], calibration=batches)
     assert not quantized.plan.float_units
-    result = export(quantized, folder, ExportConfig(), samples=batches)
+    result = export(quantized, folder, ExportConfig(baselines=None), samples=batches)
     return onnx.load(result.files["int8"]), {gate["name"]: gate["passed"] for gate in result.gates}
 
 
@@ -67,7 +67,9 @@ def test_openvino_adds_a_residual_branch_before_it_rounds(tmp_path: Path) -> Non
     for target in ("openvino", "ort-cpu"):
         quantized = quantize(model, QuantizeConfig(target=target), example=batches[0][:2], calibration=batches)
         assert not quantized.plan.float_units
-        result = export(quantized, tmp_path / target, ExportConfig(), samples=batches)  # the gates are the proof
+        result = export(
+            quantized, tmp_path / target, ExportConfig(baselines=None), samples=batches
+        )  # the gates are the proof
         files[target] = onnx.load(result.files["int8"]).graph
     sources = {output: node.op_type for node in files["openvino"].node for output in node.output}
     sums = [node for node in files["openvino"].node if node.op_type == "Add"]
@@ -140,7 +142,9 @@ def test_openvino_counts_zeros_in_averages_as_zeros(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AvgPool2d(3, 1, 1), nn.Conv2d(8, 4, 1)).eval()
     form = quantize(model, QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
     assert not form.plan.float_units
-    gates = {gate["name"]: gate["passed"] for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates}
+    gates = {
+        gate["name"]: gate["passed"] for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=[x]).gates
+    }
     assert gates["end-to-end parity"]
 
 
@@ -149,7 +153,7 @@ def test_openvino_joins_parts_that_keep_their_scales(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batches = settled(Dense(), 16), list(torch.randn(16, 3, 16, 16).split(8))
     quantized = quantize(model, QuantizeConfig(target="openvino"), example=batches[0][:2], calibration=batches)
-    result = export(quantized, tmp_path, ExportConfig(), samples=batches)  # the gates are the proof
+    result = export(quantized, tmp_path, ExportConfig(baselines=None), samples=batches)  # the gates are the proof
     graph = onnx.load(result.files["int8"]).graph
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     made_by = {output: node for node in graph.node for output in node.output}
@@ -245,7 +249,9 @@ def test_openvino_multiplies_integers_by_what_is_never_negative(tmp_path: Path) 
     model, x = Mixed().eval(), [torch.randn(8, 3, 4, 4) for _ in range(2)]
     form = quantize(model, QuantizeConfig(target="openvino", effort="fast"), example=x[0], calibration=x)
     assert sum(unit.kind == "matmul" and unit.integer for unit in form.plan.units) == 3
-    gates = {gate["name"]: gate["passed"] for gate in export(form, tmp_path, ExportConfig(), samples=x).gates}
+    gates = {
+        gate["name"]: gate["passed"] for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=x).gates
+    }
     assert gates["coverage"]
     assert gates["end-to-end parity"]
 
@@ -299,7 +305,7 @@ def test_openvino_convolves_few_channels_and_single_columns_to_the_same_numbers(
     layers = [grouped, nn.ReLU(), nn.Conv2d(66, 16, 1), nn.ReLU(), tall, nn.ReLU(), nn.Conv2d(32, 8, (1, 15), (1, 2))]
     model, x = nn.Sequential(*layers).eval(), torch.randn(8, 18, 8, 16)
     form = quantize(model, QuantizeConfig(target="openvino", effort="fast"), example=x, calibration=[x])
-    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(), samples=[x]).gates}
+    gates = {gate["name"]: gate for gate in export(form, tmp_path, ExportConfig(baselines=None), samples=[x]).gates}
     assert form.plan.units[-1].integer  # a single column at a stride
     assert gates["coverage"]["passed"]
     assert gates["end-to-end parity"]["details"]["sqnr_db_file"] > 30
