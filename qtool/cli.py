@@ -26,7 +26,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from qtool.artifacts import read_result, whole
 from qtool.errors import ContractError, QtoolError, QtoolWarning, UsageError, warning_line
-from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
+from qtool.flags import OUTPUT, Command, Flag, PathType, Program, field_options, given
 from qtool.options import flag, make
 from qtool.recipe import (
     CONTRACT_FIELDS,
@@ -44,7 +44,7 @@ from qtool.version import __version__
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 SHELLS = ("bash", "zsh", "fish")
-RUN_DIR = click.Path(path_type=Path)
+RUN_DIR = PathType()
 NO_REPORTS = "ORT_DISABLE_TELEMETRY"
 """Keeps ONNX Runtime from sending reports, for which it writes into the home folder, and complains where it cannot."""
 HUSH = (

@@ -22,6 +22,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import click
@@ -46,7 +47,7 @@ from qtool.errors import (
     says_that_another_ended,
 )
 from qtool.options import accepted, check, flag, inner_type, nearest_option
-from qtool.system.files import NO_ROOM
+from qtool.system.files import NO_ROOM, path_of
 from qtool.system.json_files import finite
 from qtool.system.signals import Ended, interrupt_behind, interrupting
 
@@ -100,6 +101,19 @@ class FieldType(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
         found = [CompletionItem(before + comma + name) for name in names if name.startswith(last)]
         is_text = self.kind is str and not accepted(self.metadata)
         return found or ([CompletionItem(incomplete, type="file")] if is_text else [])
+
+
+class PathType(click.Path):
+    """A path. No text at all, as of a variable that is not set, is none: click has it name the current folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert param is not None
+        assert ctx is not None
+        where = flag(str(param.name)) if isinstance(param, click.Option) else param.make_metavar(ctx).strip("[]")
+        return super().convert(path_of(value, where, "a path", "name one: '.' is the current folder"), param, ctx)
 
 
 def _item_type(kind: Any) -> Any:

@@ -208,6 +208,8 @@ def test_completion_keeps_the_option_in_front_of_its_value(shell: str, current: 
         (["quantize", "nowhere", "--overrides", "layer4"], ["PATTERN=VALUE"]),
         (["quantize", "x", "--overrides", "a=float", "--overrides", "a=int8"], ["one value for 'a'; got float and"]),
         (["export"], ["expected RUN_DIR"]),
+        (["export", ""], ["RUN_DIR: expected a path; got ''; name one"]),  # of a variable that is not set
+        (["report", "x", "--out", ""], ["--out", "expected a path; got ''"]),
         (["export", "a", "b"], ["qtool export"]),
         (["benchmark", "runs/x", "--batch-sizes", "1,a"], ["option '--batch-sizes'", "'a'"]),
         (["benchmark", "runs/x", "--provider", "gpu"], ["one of cpu, cuda"]),
