@@ -25,8 +25,8 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem, get_completion_class
 
 from qtool.artifacts import read_result, whole
-from qtool.errors import ContractError, QtoolError, QtoolWarning, warning_line
-from qtool.flags import OUTPUT, Command, Flag, Program, field_options, given
+from qtool.errors import ContractError, QtoolError, QtoolWarning, UsageError, warning_line
+from qtool.flags import OUTPUT, Command, Flag, PathType, Program, field_options, given
 from qtool.options import flag, make
 from qtool.recipe import (
     CONTRACT_FIELDS,
@@ -44,7 +44,7 @@ from qtool.version import __version__
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 SHELLS = ("bash", "zsh", "fish")
-RUN_DIR = click.Path(path_type=Path)
+RUN_DIR = PathType()
 NO_REPORTS = "ORT_DISABLE_TELEMETRY"
 """Keeps ONNX Runtime from sending reports, for which it writes into the home folder, and complains where it cannot."""
 HUSH = (
@@ -342,6 +342,7 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
     """The surroundings of a stage: allocator settings before torch comes in, stdout kept clean, progress on stderr."""
     from qtool.system.allocator import tune
 
+    require_folder()
     os.environ.setdefault(NO_REPORTS, "1")
     if (cores := usable_cores()) < bound_cores() and ctx.params.get("devices") in (None, 1):
         os.environ.setdefault("OMP_NUM_THREADS", str(cores))  # torch would have a thread for each that there is
@@ -361,6 +362,15 @@ def work(ctx: click.Context) -> Iterator[ModuleType]:
             yield pipeline
     finally:
         warnings.formatwarning = plain
+
+
+def require_folder() -> None:
+    """Raises UsageError where the current folder is gone: MKL would end the program over a file of PyTorch's."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        do = 'change to one that is there; if it was made anew: cd "$PWD"'
+        raise UsageError("current folder", "one that exists", "one that was removed", do) from None
 
 
 @contextlib.contextmanager

@@ -22,10 +22,19 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    FishComplete,
+    ShellComplete,
+    ZshComplete,
+    add_completion_class,
+)
 
 from qtool.errors import (
     FAILED_COMPILERS,
@@ -38,7 +47,7 @@ from qtool.errors import (
     says_that_another_ended,
 )
 from qtool.options import accepted, check, flag, inner_type, nearest_option
-from qtool.system.files import NO_ROOM
+from qtool.system.files import NO_ROOM, path_of
 from qtool.system.json_files import finite
 from qtool.system.signals import Ended, interrupt_behind, interrupting
 
@@ -85,14 +94,26 @@ class FieldType(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
         )
         return {tuple: f"{item},…", dict: f"PATTERN={item}"}.get(get_origin(self.kind), item)
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[click.shell_completion.CompletionItem]:
-        """What it may be by name, or else, where it is a text, files."""
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """What it, or the last item of a list, may be by name, or else, where it is a text, files."""
         names = [*accepted(self.metadata), *self.metadata["names"]]
-        found = [click.shell_completion.CompletionItem(name) for name in names if name.startswith(incomplete)]
+        before, comma, last = incomplete.rpartition(",") if get_origin(self.kind) is tuple else ("", "", incomplete)
+        found = [CompletionItem(before + comma + name) for name in names if name.startswith(last)]
         is_text = self.kind is str and not accepted(self.metadata)
-        return found or ([click.shell_completion.CompletionItem(incomplete, type="file")] if is_text else [])
+        return found or ([CompletionItem(incomplete, type="file")] if is_text else [])
+
+
+class PathType(click.Path):
+    """A path. No text at all, as of a variable that is not set, is none: click has it name the current folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert param is not None
+        assert ctx is not None
+        where = flag(str(param.name)) if isinstance(param, click.Option) else param.make_metavar(ctx).strip("[]")
+        return super().convert(path_of(value, where, "a path", "name one: '.' is the current folder"), param, ctx)
 
 
 def _item_type(kind: Any) -> Any:
@@ -292,6 +313,38 @@ class Program(click.Group):
             click.echo(f"qtool: {how}; {do}", err=True)
         _tell_json(QtoolError("qtool", "to finish", got, do), code, arguments)
         return code
+
+
+class _WithEquals(ShellComplete):
+    """Completes ``--option=value`` as well, of which click forgets the option."""
+
+    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
+        option, equals, _ = incomplete.partition("=")
+        found = super().get_completions(args, incomplete)
+        if equals and option.startswith("--"):  # the shell replaces all of the word
+            for item in found:
+                item.value = f"{option}={item.value}"
+        return found
+
+
+class _Bash(BashComplete):
+    """Has the option, ``=`` and the value as three words."""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        args, incomplete = super().get_completion_args()
+        return args[:-1] if args[-1:] == ["="] else args, incomplete
+
+
+class _Zsh(_WithEquals, ZshComplete):
+    pass
+
+
+class _Fish(_WithEquals, FishComplete):
+    source_template = FishComplete.source_template.replace('string split ","', 'string split --max 1 ","')  # lists
+
+
+for _shell in (_Bash, _Zsh, _Fish):
+    add_completion_class(_shell)
 
 
 def _stand_in_for_closed() -> None:

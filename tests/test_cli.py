@@ -158,7 +158,8 @@ def test_completion_prints_a_script_that_names_the_program(shell: str) -> None:
     ("words", "found"),
     [("qtool tra", "plain,train"), ("qtool train --prec", "plain,--precision"),
      ("qtool run fash", "plain,fashion-mnist"), ("qtool run in/a", "file,in/a"),
-     ("qtool quantize --ranges en", "plain,entropy"),
+     ("qtool quantize --ranges en", "plain,entropy"), ("qtool quantize --ranges = en", "plain,entropy"),
+     ("qtool quantize --algorithms pixels,sm", "plain,pixels,smooth"),
      ("qtool train --model mo", "plain,mobilenet"), ("qtool train --weights w", "file,w")],
 )  # fmt: skip
 def test_completion_completes_commands_options_choices_recipes_names_and_files(words: str, found: str) -> None:
@@ -168,6 +169,15 @@ def test_completion_completes_commands_options_choices_recipes_names_and_files(w
     done = qtool_process(env=place)
     assert found in done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("shell", "current", "found"), [("zsh", "2", "--mode=ptq"), ("fish", "--mode=p", "plain,--mode=ptq")]
+)
+def test_completion_keeps_the_option_in_front_of_its_value(shell: str, current: str, found: str) -> None:
+    """These shells replace all of the word, of which a bare 'ptq' took away the option."""
+    words = {"_QTOOL_COMPLETE": f"{shell}_complete", "COMP_WORDS": "qtool quantize --mode=p", "COMP_CWORD": current}
+    assert found in qtool_process(env=os.environ | words).stdout.splitlines()
 
 
 # Wrong command lines
@@ -198,6 +208,8 @@ def test_completion_completes_commands_options_choices_recipes_names_and_files(w
         (["quantize", "nowhere", "--overrides", "layer4"], ["PATTERN=VALUE"]),
         (["quantize", "x", "--overrides", "a=float", "--overrides", "a=int8"], ["one value for 'a'; got float and"]),
         (["export"], ["expected RUN_DIR"]),
+        (["export", ""], ["RUN_DIR: expected a path; got ''; name one"]),  # of a variable that is not set
+        (["report", "x", "--out", ""], ["--out", "expected a path; got ''"]),
         (["export", "a", "b"], ["qtool export"]),
         (["benchmark", "runs/x", "--batch-sizes", "1,a"], ["option '--batch-sizes'", "'a'"]),
         (["benchmark", "runs/x", "--provider", "gpu"], ["one of cpu, cuda"]),
@@ -374,6 +386,16 @@ def test_output_that_a_full_disk_does_not_take_is_told_in_one_line(words: tuple[
 
 
 @pytest.mark.skipif(not Path("/bin/sh").exists(), reason="no such shell here")
+def test_a_current_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MKL ended the program: it could not load a file of PyTorch's."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    line = told(invoke("export", "x"))
+    assert "current folder: expected one that exists; got one that was removed; change to" in line
+
+
 def test_streams_that_were_closed_are_open_before_any_file_is() -> None:
     code = """
 import os, sys

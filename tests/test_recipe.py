@@ -37,7 +37,7 @@ from qtool.recipe_files import find_recipe, from_anywhere, from_table, load_reci
 from qtool.stages.common import configured
 from qtool.system import machine
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: text != "none")
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(lambda text: text != "none")
 
 
 class Mode(StrEnum):
@@ -390,6 +390,7 @@ def test_the_help_of_each_function_lists_its_options() -> None:
         (Recipe, {"variants": "ptq"}, "'variants': expected a list"),
         (BenchmarkConfig, {"device": "cuda"}, "'device': expected auto or cpu beside provider 'cpu'.*; got 'cuda'"),
         (BenchmarkConfig, {"device": "cuda:1", "provider": "cuda"}, "'device': expected auto or cuda beside"),
+        (BenchmarkConfig, {"compare": ""}, "'compare': expected a text; got ''; name what is meant, or leave it out"),
         (BenchmarkConfig, {"tolerance": 0.1}, "'tolerance': expected 'compare' beside it; got nothing to compare with"),
         (Recipe, {"train": QuantizeConfig()}, "'train': expected a TrainConfig; got a QuantizeConfig"),
     ],
