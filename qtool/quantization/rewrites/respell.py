@@ -420,6 +420,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     operator.getitem: spell_part,
     aten.cat.default: _spell_cat,
     aten.stack.default: _spell_stack,
+    aten.alias.default: _drop,
     aten.slice.Tensor: _spell_slice,
     aten.add.Tensor: _spell_neutral,
     aten.div.Tensor: _spell_sixth,

@@ -57,6 +57,10 @@ SAME = {
         [aten.relu.default, aten.slice.Tensor, aten.add.Tensor],
     ),
     "a slice that cuts nothing off": (lambda x: x[:, :, ::2][:, 0:][:], [aten.slice.Tensor]),
+    "an index that cuts nothing off": (
+        lambda x: x.relu()[..., : x.shape[2], : x.shape[3]][...] + x,
+        [aten.relu.default, aten.add.Tensor],
+    ),
     "movedim": (lambda x: x.movedim(1, -1), [aten.permute.default]),
     "movedim of several": (lambda x: x.movedim((1, 2), (3, 0)), [aten.permute.default]),
     "an order that is another": (lambda x: x.permute(0, 1, 3, 2).relu(), [aten.permute.default, aten.relu.default]),
