@@ -20,6 +20,7 @@ from qtool.quantization.capturing.parametrized import with_stored_weights
 from qtool.quantization.integers import label
 from qtool.quantization.rewrites.affines import write_affines
 from qtool.quantization.rewrites.attention import drop_masks, write_attention
+from qtool.quantization.rewrites.bounds import write_bounds
 from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.rewrites.chomps import drop_chomps
 from qtool.quantization.rewrites.chosen_rows import write_chosen_rows
@@ -90,6 +91,8 @@ class FloatForms:
 
 def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -> None:
     """Writes a captured graph with fewer operators that compute the same, in place."""
+    if merged and not train:
+        write_bounds(graph)
     if merged:
         write_formulas(graph)
         write_einsums(graph)
