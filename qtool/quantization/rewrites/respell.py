@@ -112,11 +112,16 @@ def respell(node: Node) -> None:
 
 
 def _spell_clamp(node: Node) -> None:
-    """Bounds of floats are floats both: of a whole one beside a fraction torch's exporter makes a tensor, and fails."""
+    """Bounds of floats are floats both: of a whole one beside a fraction torch's exporter makes a tensor, and fails.
+
+    Those of integers stay: ONNX Runtime has a ReLU of int32 alone among them.
+    """
     source, *bounds = node.args
+    if not node.meta["val"].is_floating_point():
+        return
     if bounds in ([0], [0, None]):
         node.target, node.args = aten.relu.default, (source,)
-    elif node.meta["val"].is_floating_point():
+    else:
         node.args = (source, *(float(bound) if isinstance(bound, int) else bound for bound in bounds))
 
 

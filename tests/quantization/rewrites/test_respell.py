@@ -47,6 +47,7 @@ SAME = {
     "a mean of one that is kept": (lambda x: x[..., :1].mean(3, True).relu(), [aten.slice.Tensor, aten.relu.default]),
     "swapaxes": (lambda x: x.swapaxes(1, 3), [aten.transpose.int]),
     "clip": (lambda x: x.clip(-1, 2), [aten.clamp.default]),
+    "a bound of integers": (lambda x: x.long().clamp(min=0), [aten.to.dtype, aten.clamp.default]),
     "unflatten": (lambda x: x.unflatten(1, (2, -1)), [aten.reshape.default]),
     "view_as": (lambda x: x.view_as(x), [aten.reshape.default]),
     "squeeze": (lambda x: x[:, :1].squeeze(), [aten.slice.Tensor, aten.reshape.default]),
