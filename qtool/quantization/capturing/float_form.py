@@ -30,6 +30,7 @@ from qtool.quantization.rewrites.einsums import write_einsums
 from qtool.quantization.rewrites.filled_groups import fill_groups
 from qtool.quantization.rewrites.formulas import write_formulas
 from qtool.quantization.rewrites.input_affines import fold_ahead
+from qtool.quantization.rewrites.late_expands import expand_late
 from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.rewrites.maxima import write_maxima
 from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
@@ -104,6 +105,7 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
         clip_early(graph)
     if merged and not train:
         write_slopes(graph)
+        expand_late(graph)
     fold_computed(graph, train=train)
     if merged:
         write_norms_whole(graph)  # whose weight may be 1 + w
