@@ -1,7 +1,8 @@
-"""Minus infinity among a model's tensors: what a mask of attention adds to the places that it hides.
+"""Infinity among a model's tensors: what a mask of attention adds to the places that it hides, and bounds of nothing.
 
-Many models keep such a mask as a buffer, so that there it is no damage; in a parameter that trains, or in a running
-statistic, it is. Others hide by −1e9 or float32's own limit, in whose place half precision has its limit.
+Many models keep such a mask as a buffer, so that there minus infinity is no damage; in a parameter that trains, or in
+a running statistic, it is. Others hide by −1e9 or float32's own limit, in whose place half precision has its limit.
+A buffer without axes may be either infinity: so layers that clip hold a bound that is not set.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def within(value: Any, dtype: torch.dtype) -> Any:
 
 
 def is_finite(value: Tensor, *, mask: bool = False) -> bool:
-    """Whether a tensor holds no NaN and no infinity, minus infinity in a ``mask`` aside. Integers are not read."""
+    """Whether a tensor holds no NaN and no infinity, the ``mask``'s minus infinity aside. Integers are not read.
+
+    A ``mask`` without axes may be a bound as well, of either sign.
+    """
     if not (value.is_floating_point() or value.is_complex()):
         return True
     value = value._values() if value.is_sparse else value.values() if value.is_sparse_csr else value
@@ -48,4 +52,6 @@ def is_finite(value: Tensor, *, mask: bool = False) -> bool:
         return True
     # of both ends, since a tensor of truths for each value is memory that a step, predicted to fit, may have left none
     low, high = (end.item() for end in (torch.view_as_real(value) if value.is_complex() else value).aminmax())
+    if mask and not value.dim():
+        return not math.isnan(high)
     return high < math.inf if mask else math.isfinite(low) and math.isfinite(high)

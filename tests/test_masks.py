@@ -80,6 +80,20 @@ def test_damage_does_not(name: str, value: float, tmp_path: Path) -> None:
             look()
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_a_bound_that_is_not_set_is_no_damage(value: float, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("bound", torch.tensor(value))
+    save_file(model.state_dict(), tmp_path / "w.safetensors")
+    load_weights(model, tmp_path / "w.safetensors")
+    check_finite(model)
+    assert first_bad_parameter(model, buffers=True) is None
+    for spoilt in (torch.tensor(torch.nan), torch.tensor([torch.inf])):
+        model.bound = spoilt
+        with pytest.raises(QtoolError, match="NaN or infinity in bound"):
+            check_finite(model)
+
+
 def test_a_model_with_a_mask_is_trained_and_quantized(tmp_path: Path) -> None:
     torch.manual_seed(0)
     samples = [(torch.randn(3), index % 3) for index in range(16)]

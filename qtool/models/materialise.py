@@ -246,8 +246,8 @@ class _Weights:
         for start in range(0, flat.numel(), max(1, piece.numel())):
             now = piece[: flat.numel() - start]
             self._read_exactly(memoryview(now.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-            ends = (now.float() if dtype.itemsize == 1 else now).aminmax()  # of 8 bits torch compares no floats
-            if dtype.is_floating_point and not all(is_finite(end, mask=mask) for end in ends):
+            ends = torch.stack((now.float() if dtype.itemsize == 1 else now).aminmax())  # torch compares none of 8 bits
+            if dtype.is_floating_point and not is_finite(ends if tensor.dim() else ends[0], mask=mask):
                 raise QtoolError(self.where, "finite weights", f"NaN or infinity in {key}", "load other weights")
             flat[start : start + now.numel()].copy_(now)
         if not part.is_contiguous():

@@ -262,7 +262,7 @@ def _require_finite(where: str, model: nn.Module, state: Mapping[str, Tensor]) -
 
 
 def check_finite(model: nn.Module, where: str = "model") -> None:
-    """Raises QtoolError naming the parameters and buffers that hold NaN or infinity, −∞ in buffers aside.
+    """Raises QtoolError naming the parameters and buffers that hold NaN or infinity: see ``masks``.
 
     Raises UsageError where one has no shape yet.
     """

@@ -20,6 +20,7 @@ from qtool.quantization.capturing.parametrized import with_stored_weights
 from qtool.quantization.integers import label
 from qtool.quantization.rewrites.affines import write_affines
 from qtool.quantization.rewrites.attention import drop_masks, write_attention
+from qtool.quantization.rewrites.bounds import write_bounds
 from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.rewrites.chomps import drop_chomps
 from qtool.quantization.rewrites.chosen_rows import write_chosen_rows
@@ -29,6 +30,7 @@ from qtool.quantization.rewrites.einsums import write_einsums
 from qtool.quantization.rewrites.filled_groups import fill_groups
 from qtool.quantization.rewrites.formulas import write_formulas
 from qtool.quantization.rewrites.input_affines import fold_ahead
+from qtool.quantization.rewrites.late_expands import expand_late
 from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.rewrites.maxima import write_maxima
 from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
@@ -90,6 +92,8 @@ class FloatForms:
 
 def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -> None:
     """Writes a captured graph with fewer operators that compute the same, in place."""
+    if merged and not train:
+        write_bounds(graph)
     if merged:
         write_formulas(graph)
         write_einsums(graph)
@@ -101,6 +105,7 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
         clip_early(graph)
     if merged and not train:
         write_slopes(graph)
+        expand_late(graph)
     fold_computed(graph, train=train)
     if merged:
         write_norms_whole(graph)  # whose weight may be 1 + w

@@ -112,11 +112,16 @@ def respell(node: Node) -> None:
 
 
 def _spell_clamp(node: Node) -> None:
-    """Bounds of floats are floats both: of a whole one beside a fraction torch's exporter makes a tensor, and fails."""
+    """Bounds of floats are floats both: of a whole one beside a fraction torch's exporter makes a tensor, and fails.
+
+    Those of integers stay: ONNX Runtime has a ReLU of int32 alone among them.
+    """
     source, *bounds = node.args
+    if not node.meta["val"].is_floating_point():
+        return
     if bounds in ([0], [0, None]):
         node.target, node.args = aten.relu.default, (source,)
-    elif node.meta["val"].is_floating_point():
+    else:
         node.args = (source, *(float(bound) if isinstance(bound, int) else bound for bound in bounds))
 
 
@@ -420,6 +425,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     operator.getitem: spell_part,
     aten.cat.default: _spell_cat,
     aten.stack.default: _spell_stack,
+    aten.alias.default: _drop,
     aten.slice.Tensor: _spell_slice,
     aten.add.Tensor: _spell_neutral,
     aten.div.Tensor: _spell_sixth,

@@ -47,6 +47,7 @@ SAME = {
     "a mean of one that is kept": (lambda x: x[..., :1].mean(3, True).relu(), [aten.slice.Tensor, aten.relu.default]),
     "swapaxes": (lambda x: x.swapaxes(1, 3), [aten.transpose.int]),
     "clip": (lambda x: x.clip(-1, 2), [aten.clamp.default]),
+    "a bound of integers": (lambda x: x.long().clamp(min=0), [aten.to.dtype, aten.clamp.default]),
     "unflatten": (lambda x: x.unflatten(1, (2, -1)), [aten.reshape.default]),
     "view_as": (lambda x: x.view_as(x), [aten.reshape.default]),
     "squeeze": (lambda x: x[:, :1].squeeze(), [aten.slice.Tensor, aten.reshape.default]),
@@ -57,6 +58,10 @@ SAME = {
         [aten.relu.default, aten.slice.Tensor, aten.add.Tensor],
     ),
     "a slice that cuts nothing off": (lambda x: x[:, :, ::2][:, 0:][:], [aten.slice.Tensor]),
+    "an index that cuts nothing off": (
+        lambda x: x.relu()[..., : x.shape[2], : x.shape[3]][...] + x,
+        [aten.relu.default, aten.add.Tensor],
+    ),
     "movedim": (lambda x: x.movedim(1, -1), [aten.permute.default]),
     "movedim of several": (lambda x: x.movedim((1, 2), (3, 0)), [aten.permute.default]),
     "an order that is another": (lambda x: x.permute(0, 1, 3, 2).relu(), [aten.permute.default, aten.relu.default]),
