@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 EACH = "*"
@@ -29,6 +29,11 @@ def is_number(value: Any) -> bool:
 def is_decibels(value: Any) -> bool:
     """Whether ``value`` is a number, or infinite as of equal outputs."""
     return is_number(value) or value in (math.inf, -math.inf)
+
+
+def or_none(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """What is asked of a value that has to be there, and may be null."""
+    return lambda value: value is None or kind(value)
 
 
 def fault_of(value: Any, asked: Any, at: str = "") -> str:

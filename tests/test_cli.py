@@ -385,7 +385,6 @@ def test_output_that_a_full_disk_does_not_take_is_told_in_one_line(words: tuple[
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(not Path("/bin/sh").exists(), reason="no such shell here")
 def test_a_current_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MKL ended the program: it could not load a file of PyTorch's."""
     gone = tmp_path / "gone"
@@ -396,6 +395,7 @@ def test_a_current_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pyte
     assert "current folder: expected one that exists; got one that was removed; change to" in line
 
 
+@pytest.mark.skipif(not Path("/bin/sh").exists(), reason="no such shell here")
 def test_streams_that_were_closed_are_open_before_any_file_is() -> None:
     code = """
 import os, sys

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qtool.artifacts import read_result, staging, write_result
+from qtool.artifacts import read_result, staging, whole, write_result
 from qtool.errors import ContractError, QtoolError
 from qtool.lineage import content_of
 from qtool.options import argument, documented
@@ -259,4 +259,6 @@ def load_quantized(run: AnyPath | ExportResult) -> QuantizedModel:
                 "run 'qtool quantize' again",
             )  # fmt: skip
     training: dict[str, Any] = {key: result[key] for key in ("history", "metric") if key in result}
-    return dataclasses.replace(QuantizedModel.load(run, Plan.from_dict(result["plan"])), training=training)
+    with whole(run):
+        plan = Plan.from_dict(result["plan"])
+    return dataclasses.replace(QuantizedModel.load(run, plan), training=training)

@@ -35,7 +35,7 @@ from qtool.stages.common import (
     tidy,
     writable,
 )
-from qtool.stored import EACH, fault_of, is_decibels, is_number, is_text
+from qtool.stored import EACH, fault_of, is_decibels, is_number, is_text, or_none
 from qtool.system.json_files import finite, from_json, write_json
 from qtool.units import many
 
@@ -51,8 +51,8 @@ PART = "sensitivity.part.json"
 SCHEMA = 2
 READ: dict[str, Any] = {
     "identity": {}, "config": {}, "num_samples": is_number,
-    "units": [{"name": is_text, "kind": is_text, "measured": is_text, "sqnr_db": is_decibels, "kl?": is_number,
-               "agreement?": is_number}],
+    "units": [{"name": is_text, "kind": is_text, "measured": is_text, "sqnr_db": is_decibels,
+               "kl": or_none(is_number), "agreement": or_none(is_number)}],
 }  # fmt: skip
 """What is read of a ``sensitivity.json``."""
 STOPPED: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -176,6 +177,15 @@ def test_a_model_that_chooses_between_two_branches_is_opened_again_and_exported(
     for x in batches:
         (given,) = session.run({"x": x.numpy()})
         np.testing.assert_allclose(given, quantized(x).detach().numpy(), atol=1e-5)
+
+
+def test_a_plan_that_was_edited_is_told_as_such(tmp_path: Path) -> None:
+    qtool.quantize(nn.Linear(4, 4), [torch.randn(8, 4)], out=tmp_path)
+    result = json.loads((tmp_path / "quantize.json").read_text())
+    result["plan"]["units"] = [{"name": "a"}]
+    (tmp_path / "quantize.json").write_text(json.dumps(result))
+    with pytest.raises(QtoolError, match="expected results as the stages wrote them; got KeyError: 'modules'"):
+        qtool.load_quantized(tmp_path)
 
 
 def test_what_export_returned_stands_for_its_run_directory(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def test_an_edited_file_is_named_with_what_is_wrong_in_it(trained: Path) -> None
     whole = path.read_text()
     edits: list[tuple[str, dict[str, Any]]] = [
         ("without units[0].sqnr_db", {"units": [{k: v for k, v in first["units"][0].items() if k != "sqnr_db"}]}),
+        ("without units[0].kl", {"units": [{k: v for k, v in first["units"][0].items() if k != "kl"}]}),
         ("with 'high' as units[0].kl", {"units": [first["units"][0] | {"kl": "high"}]}),
         ("with 'none' as units", {"units": "none"}),
         ("with '[]' as identity", {"identity": []}),
