@@ -39,6 +39,7 @@ from qtool.recipe import (
 )
 from qtool.recipe_files import recipe_names
 from qtool.system.control_groups import bound_cores, usable_cores
+from qtool.system.files import names_file
 from qtool.system.json_files import finite
 from qtool.version import __version__
 
@@ -181,7 +182,7 @@ def benchmark(
 ) -> None:
     """Measure the exported files in RUN_DIR side by side, or any ONNX files on random inputs."""
     options = {"trust": trust, "progress": loud(ctx), **given(ctx, BenchmarkConfig)}
-    files = len(what) > 1 or what[0].suffix == ".onnx"
+    files = len(what) > 1 or names_file(what[0])
     if files and mlflow:
         raise click.UsageError("--mlflow without a run directory, whose results it logs", ctx)
     if files and out:

@@ -127,7 +127,7 @@ def _parsed(text: str, kind: Any, where: str) -> Any:
     if get_origin(kind) is dict:
         pattern, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(where, "PATTERN=VALUE", repr(text), "write the module pattern, '=' and the value")
+            raise UsageError(where, "PATTERN=VALUE", repr(text), "write the pattern or the name, '=' and the value")
         return {pattern: value}
     try:
         return kind(text) if kind in (int, float) else text

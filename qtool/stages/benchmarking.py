@@ -15,7 +15,7 @@ from qtool.recipe import BASELINES, VARIANTS, BenchmarkConfig, as_dict
 from qtool.source import UNIDENTIFIED, open_data, open_task, recall_source, recall_task, require_run_directory
 from qtool.stages.common import AnyPath, Progress, configured, finished, run_of, teller, writable
 from qtool.stages.surroundings import apart
-from qtool.system.files import named, sha256_of
+from qtool.system.files import named, names_file, sha256_of
 
 if TYPE_CHECKING:
     from qtool.benchmarking.accuracy import Scores
@@ -170,7 +170,7 @@ def _files(what: object) -> dict[str, Path] | None:
             raise UsageError(argument("what"), "paths of files by name", got, "export it first, and name the file")
         return {str(name): Path(path) for name, path in what.items()}
     if isinstance(what, str | Path):
-        return named([Path(what)]) if Path(what).suffix == ".onnx" else None
+        return named([Path(what)]) if names_file(Path(what)) else None
     paths = list(what) if isinstance(what, Sequence) else []
     return named([Path(path) for path in paths]) if paths and all(isinstance(p, str | Path) for p in paths) else None
 

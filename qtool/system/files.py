@@ -71,6 +71,11 @@ def require_writable(folder: Path) -> None:
     raise UsageError(f"run directory '{folder}'", "a folder to write to", got, "name another folder")
 
 
+def names_file(path: Path) -> bool:
+    """Whether that is a file, which is to be ONNX, or would be one, and no run directory."""
+    return path.suffix == ".onnx" or path.is_file()
+
+
 def named(paths: Sequence[Path]) -> dict[str, Path]:
     """Each path under its file's stem, or under as many of its folders before it as tell it from the others.
 

@@ -188,6 +188,12 @@ def test_a_plan_that_was_edited_is_told_as_such(tmp_path: Path) -> None:
         qtool.load_quantized(tmp_path)
 
 
+def test_a_file_that_is_no_onnx_is_told_as_that_and_taken_for_no_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "int8.pt2").write_bytes(b"PK")
+    with pytest.raises(QtoolError, match=r"int8\.pt2': expected an ONNX file that ONNX Runtime .* can load"):
+        qtool.benchmark(tmp_path / "int8.pt2", seconds=0)
+
+
 def test_what_export_returned_stands_for_its_run_directory(tmp_path: Path) -> None:
     batches = [torch.randn(8, 4)]
     quantized = qtool.quantize(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), batches, out=tmp_path)
