@@ -20,6 +20,7 @@ from qtool.quantization.capturing.parametrized import with_stored_weights
 from qtool.quantization.integers import label
 from qtool.quantization.rewrites.affines import write_affines
 from qtool.quantization.rewrites.attention import drop_masks, write_attention
+from qtool.quantization.rewrites.axis_sums import write_axis_sums
 from qtool.quantization.rewrites.bounds import write_bounds
 from qtool.quantization.rewrites.branches import merge_branches
 from qtool.quantization.rewrites.chomps import drop_chomps
@@ -99,6 +100,7 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
         write_einsums(graph)
         write_chosen_rows(graph)
         write_maxima(graph)
+        write_axis_sums(graph)
         write_spreads(graph)
         merge_branches(graph, train=train)
         drop_chomps(graph)

@@ -48,7 +48,7 @@ def _write(maximum: Node, values: Node) -> bool:
     source = maximum.args[0]
     assert isinstance(source, Node)
     value = source.meta["val"]
-    if not 3 <= value.dim() <= 5 or value.dtype != torch.float32 or not _is_convolved(source):
+    if not 3 <= value.dim() <= 5 or value.dtype != torch.float32 or not is_convolved(source):
         return False
     found = _cells(maximum) if maximum.target in _ADAPTIVE else _window(maximum)
     if found is None:
@@ -85,7 +85,7 @@ def _cells(pool: Node) -> tuple[list[int], list[int]] | None:
     return adaptive_windows(shape, counts) if known else None  # type: ignore[arg-type]
 
 
-def _is_convolved(value: Node) -> bool:
+def is_convolved(value: Node) -> bool:
     """Whether a convolution's result is among what a value is made of, place by place."""
     waiting, seen = [value], {value}
     while waiting:
