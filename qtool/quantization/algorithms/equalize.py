@@ -42,6 +42,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from qtool.graphs.edits import parameter, set_parameter
 from qtool.nested import micro_batches, thinned
 from qtool.quantization.algorithms.absorb import carried, shift, shifts
+from qtool.quantization.algorithms.norm_inputs import change_norm_input, even_norm_inputs, find_norm_inputs
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, is_data_sized, saved_numbers
 from qtool.quantization.algorithms.verify import QMAX, Samples, parted
@@ -49,6 +50,7 @@ from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.residence import device_of
 from qtool.quantization.rewrites.norms import NORMAL
 from qtool.quantization.targets import RELU_LIKE
+from qtool.units import many
 
 SAMPLES = 256
 """How many samples the channels are observed on, where there are so many."""
@@ -72,38 +74,48 @@ _NOISE = 1 / 12
 
 def equalize(subject: Subject) -> None:
     """Rescales the channels of every stream that allows it, in place; notes how many and why others were left."""
-    streams = find_streams(subject.graph)
+    streams, norms = find_streams(subject.graph), find_norm_inputs(subject)
     if subject.config.ranges_from is not None:
-        _repeat(subject, streams)
+        _repeat(subject, streams, norms)
     else:
-        _choose(subject, streams)
+        _choose(subject, streams, norms)
     subject.graph.graph.eliminate_dead_code()
     subject.graph.recompile()
 
 
-def _repeat(subject: Subject, streams: list[Stream]) -> None:
+def _repeat(subject: Subject, streams: list[Stream], norms: Mapping[Node, Node]) -> None:
     """Applies the shifts and scales that were saved with the ranges."""
-    places = {_place(stream): stream for stream in streams if not stream.blocked and stream.consumers}
+    places: dict[str, Stream | Node] = {_place(s): s for s in streams if not s.blocked and s.consumers}
+    places |= {conv.name: conv for conv in norms}
     saved = subject.saved("equalize", places)
     for place, entry in saved.items():
-        stream = places[place]
+        changed = places[place]
+        channels = changed.num_channels if isinstance(changed, Stream) else changed.meta["val"].shape[1]
         scales, *made = (
-            saved_numbers("equalize", place, numbers, stream.num_channels).to(subject.device)
+            saved_numbers("equalize", place, numbers, channels).to(subject.device)
             for numbers in (entry["scales"], *entry["shifts"])
         )
-        by = carried(stream, dict(zip(stream.producers, made, strict=True))) if made else {}
-        _change(subject, stream, by, scales)
+        if isinstance(changed, Node):
+            change_norm_input(subject.graph, changed, made[0], scales)
+            continue
+        by = carried(changed, dict(zip(changed.producers, made, strict=True))) if made else {}
+        _change(subject, changed, by, scales)
     subject.note(f"equalize: as saved with the ranges in {len(saved)} of {len(streams)} paths")
 
 
-def _choose(subject: Subject, streams: list[Stream]) -> None:
+def _choose(subject: Subject, streams: list[Stream], norms: dict[Node, Node]) -> None:
     """Finds and applies each stream's best shifts and scales, and saves them."""
     refusals = {stream: _refusal(stream, subject) for stream in streams}
     fit = [stream for stream, reason in refusals.items() if not reason]
     left = Counter(reason for reason in refusals.values() if reason)
-    if not fit:
+    if not fit and not norms:
         raise NothingToDo(f"no path of channels can be rescaled{_told(left)}")
     batches = thinned(subject.batches, SAMPLES)
+    if norms:
+        count = even_norm_inputs(subject, norms, batches, PIECE)
+        subject.note(f"equalize: channels made as wide as the widest in front of {many(count, 'instance norm')}")
+    if not fit:
+        return
     seen = observe(subject.graph, fit, parted(batches, held=False))
     gains = output_gains(subject.graph, streams)
     qmax = _largest_integers(subject, fit)
