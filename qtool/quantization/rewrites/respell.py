@@ -29,6 +29,7 @@ attention without an axis for heads, or with several      attention with one hea
 the largest or least of all numbers                       that over each axis
 ``stack``; a concatenation of one; of what is empty       ``cat`` of ``unsqueeze``; nothing; that of the others
 ``baddbmm`` (Bloom's attention)                           ``bmm``, its ``mul`` by a number, and ``add``
+``addcmul`` (ResMLP's affine), ``addcdiv``                ``mul`` or ``div``, and ``add``, likewise
 ``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``embedding_bag`` over a matrix of indices                ``embedding`` and a sum, mean or maximum
@@ -51,6 +52,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qtool.graphs.edits import call_before
 from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, PADS, adaptive_windows, aten
 from qtool.graphs.shapes import same_sizes
 from qtool.quantization.rewrites.bags import spell_bag
@@ -98,6 +100,11 @@ RANDOM_SLOPES: dict[Any, Any] = {
     aten.rrelu.default: aten.leaky_relu.default, aten.rrelu_.default: aten.leaky_relu_.default,
 }  # fmt: skip
 _SIXES = {aten.relu6.default: (), aten.hardtanh.default: (0, 6), aten.clamp.default: (0, 6)}
+_ADDED_PRODUCTS: dict[Any, Any] = {
+    aten.baddbmm.default: aten.bmm.default,
+    aten.addcmul.default: aten.mul.Tensor,
+    aten.addcdiv.default: aten.div.Tensor,
+}
 _FILLED: dict[Any, int | None] = {
     aten.new_zeros.default: 0, aten.zeros_like.default: 0, aten.new_ones.default: 1, aten.ones_like.default: 1,
     aten.new_full.default: None, aten.full_like.default: None,
@@ -165,15 +172,13 @@ def _spell_mean(node: Node) -> None:
 
 
 def _spell_added_product(node: Node) -> None:
-    """beta · x + alpha · (a b), where a mask or a bias is added to a product of two activations."""
+    """beta · x + alpha · (a b), where a mask, a bias or a shift is added to a product, or to a quotient."""
     added, *factors = node.args
     assert isinstance(added, Node)
-    beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", node.kwargs.get("value", 1))
     if beta == 0:  # what is added is not read then, be it NaN
         return
-    with node.graph.inserting_before(node):
-        product = node.graph.call_function(aten.bmm.default, tuple(factors))
-    product.meta = dict(node.meta)
+    product = call_before(node, _ADDED_PRODUCTS[node.target], *factors)
     node.target, node.args, node.kwargs = aten.add.Tensor, (_times(node, product, alpha), _times(node, added, beta)), {}
 
 
@@ -417,7 +422,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(MAX_POOLS, spell_stride),
     **dict.fromkeys((aten.amax.default, aten.amin.default), _spell_extreme),
     aten.square.default: _spell_square,
-    aten.baddbmm.default: _spell_added_product,
+    **dict.fromkeys(_ADDED_PRODUCTS, _spell_added_product),
     aten.mean.dim: _spell_mean,
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,

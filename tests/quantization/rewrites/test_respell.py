@@ -171,6 +171,14 @@ SAME = {
             *[aten.permute.default, aten.bmm.default, aten.add.Tensor],
         ],
     ),
+    "an affine in one call": (
+        lambda x: torch.addcmul(x[:, :1], x[:, 1:2], x, value=2),
+        [*[aten.slice.Tensor] * 2, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor],
+    ),
+    "a quotient that is added to, in place": (
+        lambda x: (-x).addcdiv_(x, x[:, 1:2]),
+        [aten.neg.default, aten.slice.Tensor, aten.div.Tensor, aten.add.Tensor],
+    ),
     "new_zeros": (lambda x: x + x.new_zeros(6), [aten.full.default, aten.add.Tensor]),
     "new_full": (lambda x: x + x.new_full((4, 1), 2.5), [aten.full.default, aten.add.Tensor]),
     "ones_like": (lambda x: x * torch.ones_like(torch.arange(6)), [aten.full.default, aten.mul.Tensor]),
