@@ -23,6 +23,7 @@ a mean over axes of size 1                                ``squeeze``, or nothin
 ``squeeze`` of an axis that is longer than 1              nothing
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 a pool whose stride is left out                           the window's size as its stride
+a maximum behind a padding with minus infinity            one that pads by itself
 an average of parts of windows that counts no padding      that which leaves padding out
 an average by a divisor of one's own                      ``avg_pool`` and ``mul``, behind a padding with ``ceil_mode``
 attention without an axis for heads, or with several      attention with one head, or all in one axis
@@ -61,7 +62,7 @@ from qtool.quantization.rewrites.heads import spell_attention
 from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_scatter
 from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
 from qtool.quantization.rewrites.splits import spell_part
-from qtool.quantization.rewrites.windows import PADDED, spell_average, spell_padding, spell_stride
+from qtool.quantization.rewrites.windows import PADDED, spell_average, spell_maximum, spell_padding
 from qtool.quantization.rewrites.zero_parts import spell_zero_parts
 
 GATES: dict[Any, Any] = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
@@ -419,7 +420,7 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
     **dict.fromkeys(AVERAGE_POOLS, spell_average),
-    **dict.fromkeys(MAX_POOLS, spell_stride),
+    **dict.fromkeys(MAX_POOLS, spell_maximum),
     **dict.fromkeys((aten.amax.default, aten.amin.default), _spell_extreme),
     aten.square.default: _spell_square,
     **dict.fromkeys(_ADDED_PRODUCTS, _spell_added_product),

@@ -171,6 +171,22 @@ SAME = {
             *[aten.permute.default, aten.bmm.default, aten.add.Tensor],
         ],
     ),
+    "a maximum that is padded more at the end": (
+        lambda x: F.max_pool2d(F.pad(x, (0, 1, 1, 2), value=-torch.inf), 3, 2, dilation=(2, 1)),
+        [aten.max_pool2d.default],
+    ),
+    "a maximum that is padded alike, twice": (
+        lambda x: F.max_pool2d(F.pad(x, (1, 1), "constant", -torch.inf), (3, 5), 1, (1, 1)),
+        [aten.max_pool2d.default],
+    ),
+    "a maximum that is padded with another number": (
+        lambda x: F.max_pool2d(F.pad(x, (0, 1, 0, 1), value=-1.0), 3, 2),
+        [aten.pad.default, aten.max_pool2d.default],
+    ),
+    "a maximum whose padding is a window wide": (
+        lambda x: F.max_pool2d(F.pad(x, (0, 3), value=-torch.inf), 3, 1).relu(),
+        [aten.pad.default, aten.max_pool2d.default, aten.relu.default],
+    ),
     "an affine in one call": (
         lambda x: torch.addcmul(x[:, :1], x[:, 1:2], x, value=2),
         [*[aten.slice.Tensor] * 2, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor],
