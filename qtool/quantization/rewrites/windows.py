@@ -44,7 +44,8 @@ def spell_maximum(node: Node) -> None:
     amounts = padding_of(padded, -math.inf)
     if amounts is None or len(amounts) > 2 * rank:
         return
-    kernel, strides, own, *rest = [*node.args[1:], *[0, 1, False][len(node.args) - 3 :]]
+    given: list[Any] = [*node.args, *[0, 1, False][len(node.args) - 3 :]]
+    kernel, strides, own, dilation = given[1:5]
     more = [*amounts[::2], *[0] * (rank - len(amounts) // 2)][::-1]
     begins = [a + b for a, b in zip(by_axis(own, rank), more, strict=True)]
     sizes, counts = padded.args[0].meta["val"].shape[-rank:], node.meta["val"].shape[-rank:]
@@ -52,7 +53,7 @@ def spell_maximum(node: Node) -> None:
     if not known or any(2 * begin > size for begin, size in zip(begins, by_axis(kernel, rank), strict=True)):
         return  # torch pads half a window at most
     for ceil in (False, True):
-        window = (kernel, strides, begins, rest[0], ceil)
+        window = (kernel, strides, begins, dilation, ceil)
         if node.target(torch.empty(1, 1, *sizes, device="meta"), *window).shape[2:] == counts:  # type: ignore[operator]
             node.args = (padded.args[0], *window)
             return
