@@ -240,15 +240,15 @@ def unit_of(node: Node) -> str:
     return str(node.meta["custom"]["unit"])
 
 
-def padding_of(node: Node) -> list[int] | None:
-    """The amounts of a padding with zeros, last axis first; None for any other operator."""
+def padding_of(node: Node, number: float = 0) -> list[int] | None:
+    """The amounts of a padding with zeros, or another number, last axis first; None for any other operator."""
     if node.target is torch.ops.aten.constant_pad_nd.default:
         given: dict[str, Any] = dict(zip(("pad", "value"), node.args[1:], strict=False)) | node.kwargs
     elif node.target is torch.ops.aten.pad.default:
         given = dict(zip(("pad", "mode", "value"), node.args[1:], strict=False)) | node.kwargs
     else:
         return None
-    if given.get("mode", "constant") != "constant" or given.get("value") not in (None, 0):
+    if given.get("mode", "constant") != "constant" or (given.get("value") or 0) != number:
         return None
     amounts = list(given["pad"])
     return amounts if all(isinstance(amount, int) and amount >= 0 for amount in amounts) else None

@@ -83,12 +83,12 @@ def store_before(graph_module: GraphModule, node: Node, path: str, value: Tensor
     return made
 
 
-def call_before(node: Node, operation: Any, *args: Any) -> Node:
+def call_before(node: Node, operation: Any, *args: Any, **kwargs: Any) -> Node:
     """A new operator in front of ``node`` and of its module, whose result is known as its operands' are."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(operation, args)
+        made = node.graph.call_function(operation, args, kwargs)
     with enable_python_dispatcher():  # without it torch 2.11 multiplies no matrices of open size
-        value = operation(*map_arg(args, lambda read: read.meta["val"]))
+        value = operation(*map_arg(args, lambda read: read.meta["val"]), **kwargs)
     made.meta = {**node.meta, "val": value}
     return made
 

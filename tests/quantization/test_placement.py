@@ -123,6 +123,10 @@ def test_joins_are_integer_where_all_they_read_is(name: str) -> None:
     assert any(reason in found for found in reasons) if reason else not reasons
 
 
+def test_blocks_that_become_channels_are_moved_as_integers() -> None:
+    assert kinds(placed(lambda m, x: m.b(F.pixel_unshuffle(m.a(x), 2)[:, 4:8]))) == [("conv", True)] * 2
+
+
 POOLS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, bool]]] = {
     "adaptive": (lambda y: F.adaptive_avg_pool2d(y, 1), ("global_avg_pool", True)),
     "mean": (lambda y: y.mean((2, 3)), ("global_avg_pool", True)),

@@ -12,7 +12,8 @@ import inspect
 import math
 import re
 from collections.abc import Iterable, Mapping
-from types import CodeType
+from operator import not_
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from qtool.nested import map_tensors
 
 BATCHES = (*range(2, 65), *(size + more for size in (100, 128, 256, 1000, 1024, 4096) for more in (-1, 0, 1)))
 """What sizes of batches are asked about. That a batch of one is another matter is known to all who export."""
+_FUNCTIONS = {
+    "__builtins__": {}, "max": max, "min": min, "abs": abs, "round": round, "int": int, "float": float, "math": math,
+    "torch": SimpleNamespace(sym_max=max, sym_min=min, sym_float=float, sym_not=not_, _sym_sqrt=math.sqrt),
+}  # fmt: skip
+"""What guards call, by the names that torch writes; of torch no more, since a guard may come from a file."""
 _BATCH = re.compile(r"L\['\w+'\](\[[^\]]+\])*\.size\(\)\[0\]")
 
 
@@ -42,7 +48,7 @@ def broken(guards: Iterable[str], model: nn.Module, examples: Iterable[Any]) -> 
     left: dict[str, CodeType] = {guard: compile(guard, "guard", "eval") for guard in guards}
     found: set[str] = set()
     for example in examples:
-        known = {"__builtins__": {}, "max": max, "min": min, "math": math, "L": _bound(model, example)}
+        known = {**_FUNCTIONS, "L": _bound(model, example)}
         found |= {guard for guard, code in left.items() if guard not in found and not _holds(code, known)}
     return [guard for guard in left if guard in found]
 

@@ -56,6 +56,7 @@ WRITTEN: dict[Any, tuple[Any, ...]] = {
     aten.slice.Tensor: (operator.getitem,),
     aten.select.int: (torch.select, "select"),
     aten.pixel_shuffle.default: (nn.PixelShuffle, F.pixel_shuffle),
+    aten.pixel_unshuffle.default: (nn.PixelUnshuffle, F.pixel_unshuffle),
     aten.channel_shuffle.default: (nn.ChannelShuffle, F.channel_shuffle),
     aten.dropout.default: (nn.Dropout, F.dropout),
     aten.feature_dropout.default: (nn.Dropout2d, F.dropout2d),

@@ -23,12 +23,15 @@ a mean over axes of size 1                                ``squeeze``, or nothin
 ``squeeze`` of an axis that is longer than 1              nothing
 pooled to as many cells as divide the size; as it has     ``avg_pool``; nothing
 a pool whose stride is left out                           the window's size as its stride
+a maximum behind a padding with minus infinity            one that pads by itself
 an average of parts of windows that counts no padding      that which leaves padding out
 an average by a divisor of one's own                      ``avg_pool`` and ``mul``, behind a padding with ``ceil_mode``
 attention without an axis for heads, or with several      attention with one head, or all in one axis
 the largest or least of all numbers                       that over each axis
 ``stack``; a concatenation of one; of what is empty       ``cat`` of ``unsqueeze``; nothing; that of the others
+a sum, or a mean, over a few that are stacked             ``add`` of each, and ``div``
 ``baddbmm`` (Bloom's attention)                           ``bmm``, its ``mul`` by a number, and ``add``
+``addcmul`` (ResMLP's affine), ``addcdiv``                ``mul`` or ``div``, and ``add``, likewise
 ``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
 ``new_zeros``, ``ones_like`` … of a fixed size            ``full``
 ``embedding_bag`` over a matrix of indices                ``embedding`` and a sum, mean or maximum
@@ -51,6 +54,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from qtool.graphs.edits import call_before
 from qtool.graphs.operators import ADAPTIVE_POOLS, AVERAGE_POOLS, MAX_POOLS, PADS, adaptive_windows, aten
 from qtool.graphs.shapes import same_sizes
 from qtool.quantization.rewrites.bags import spell_bag
@@ -59,7 +63,7 @@ from qtool.quantization.rewrites.heads import spell_attention
 from qtool.quantization.rewrites.scatters import SCATTERS, spell_copy, spell_scatter
 from qtool.quantization.rewrites.sizes import DIVISIONS, spell_size
 from qtool.quantization.rewrites.splits import spell_part
-from qtool.quantization.rewrites.windows import PADDED, spell_average, spell_padding, spell_stride
+from qtool.quantization.rewrites.windows import PADDED, spell_average, spell_maximum, spell_padding
 from qtool.quantization.rewrites.zero_parts import spell_zero_parts
 
 GATES: dict[Any, Any] = {aten.silu.default: aten.sigmoid.default, aten.hardswish.default: aten.hardsigmoid.default}
@@ -87,6 +91,8 @@ _OTHER_NAMES: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
 }
+MOST_ADDED = 8
+"""Of how many stacked values a sum is written as theirs: each costs an operator, and in integers a rounding."""
 _RESHAPES = (aten.unflatten.int, aten.view_as.default, aten.reshape_as.default, aten.squeeze.default)
 _TURNS = (
     aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist, aten.mT.default, aten.t.default,
@@ -98,6 +104,11 @@ RANDOM_SLOPES: dict[Any, Any] = {
     aten.rrelu.default: aten.leaky_relu.default, aten.rrelu_.default: aten.leaky_relu_.default,
 }  # fmt: skip
 _SIXES = {aten.relu6.default: (), aten.hardtanh.default: (0, 6), aten.clamp.default: (0, 6)}
+_ADDED_PRODUCTS: dict[Any, Any] = {
+    aten.baddbmm.default: aten.bmm.default,
+    aten.addcmul.default: aten.mul.Tensor,
+    aten.addcdiv.default: aten.div.Tensor,
+}
 _FILLED: dict[Any, int | None] = {
     aten.new_zeros.default: 0, aten.zeros_like.default: 0, aten.new_ones.default: 1, aten.ones_like.default: 1,
     aten.new_full.default: None, aten.full_like.default: None,
@@ -150,13 +161,44 @@ def _spell_adaptive_pool(node: Node) -> None:
         node.target, node.args = AVERAGE_POOLS[rank - 1], (source, *pool)
 
 
+def _spell_stacked_sum(node: Node) -> None:
+    """A sum over the axis along which a few values are stacked is theirs: an integer kernel adds two, none a stack."""
+    source, axes, *kept = node.args
+    assert isinstance(source, Node)
+    parts, axis = _stacked(source)
+    rank = source.meta["val"].dim()
+    over = [int(str(each)) % rank for each in axes] if isinstance(axes, list | tuple) else []
+    alike = all(part.meta["val"].dtype == node.meta["val"].dtype for part in parts)
+    if not 1 < len(parts) <= MOST_ADDED or over != [axis] or any(kept) or node.kwargs or not alike:
+        return
+    total = parts[0]
+    for part in parts[1:]:
+        total = call_before(node, aten.add.Tensor, total, part)
+    _replace(node, call_before(node, aten.div.Tensor, total, len(parts)) if node.target is aten.mean.dim else total)
+
+
+def _stacked(node: Node) -> tuple[list[Node], int]:
+    """The values that ``node`` is a stack of, and along which axis; none where it is something else."""
+    if not calls(node, aten.cat.default):
+        return [], 0
+    rank, tall = node.meta["val"].dim(), node.args[0]
+    assert isinstance(tall, list | tuple)
+    axis = int(str((*node.args[1:], node.kwargs.get("dim", 0))[0])) % rank
+    flat: list[Any] = [part.args for part in tall if isinstance(part, Node) and calls(part, aten.unsqueeze.default)]
+    single = len(flat) == len(tall) and all(at % rank == axis for _, at in flat)
+    return ([source for source, _ in flat] if single else []), axis
+
+
 def _spell_mean(node: Node) -> None:
     """A mean of one number is that number. OpenVINO (2026.4) gives another where the number is dequantized."""
     source = node.args[0]
     assert isinstance(source, Node)
     before, axes = source.meta["val"], node.args[1] if len(node.args) > 1 else None
     sizes = [before.shape[axis] for axis in axes or ()]  # type: ignore[union-attr]
-    if not sizes or not all(isinstance(size, int) and size == 1 for size in sizes) or node.kwargs:
+    if sizes and not node.kwargs and not all(isinstance(size, int) and size == 1 for size in sizes):
+        _spell_stacked_sum(node)
+        return
+    if not sizes or node.kwargs:
         return
     if before.dim() == node.meta["val"].dim():
         _drop(node)
@@ -165,15 +207,13 @@ def _spell_mean(node: Node) -> None:
 
 
 def _spell_added_product(node: Node) -> None:
-    """beta · x + alpha · (a b), where a mask or a bias is added to a product of two activations."""
+    """beta · x + alpha · (a b), where a mask, a bias or a shift is added to a product, or to a quotient."""
     added, *factors = node.args
     assert isinstance(added, Node)
-    beta, alpha = (node.kwargs.get(name, 1) for name in ("beta", "alpha"))
+    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", node.kwargs.get("value", 1))
     if beta == 0:  # what is added is not read then, be it NaN
         return
-    with node.graph.inserting_before(node):
-        product = node.graph.call_function(aten.bmm.default, tuple(factors))
-    product.meta = dict(node.meta)
+    product = call_before(node, _ADDED_PRODUCTS[node.target], *factors)
     node.target, node.args, node.kwargs = aten.add.Tensor, (_times(node, product, alpha), _times(node, added, beta)), {}
 
 
@@ -414,11 +454,12 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(PADS, _spell_pad),
     **dict.fromkeys(ADAPTIVE_POOLS, _spell_adaptive_pool),
     **dict.fromkeys(AVERAGE_POOLS, spell_average),
-    **dict.fromkeys(MAX_POOLS, spell_stride),
+    **dict.fromkeys(MAX_POOLS, spell_maximum),
     **dict.fromkeys((aten.amax.default, aten.amin.default), _spell_extreme),
     aten.square.default: _spell_square,
-    aten.baddbmm.default: _spell_added_product,
+    **dict.fromkeys(_ADDED_PRODUCTS, _spell_added_product),
     aten.mean.dim: _spell_mean,
+    aten.sum.dim_IntList: _spell_stacked_sum,
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,

@@ -2,7 +2,8 @@
 
 A stride that is left out is the window's size. ``padding="same"`` is so many zeros on each side, behind a padding of
 its own where that is an odd number. An average by a divisor of its own is a mean times a factor, which torch would
-write into files without it; with ``ceil_mode`` the windows that reach beyond the end are filled up first.
+write into files without it; with ``ceil_mode`` the windows that reach beyond the end are filled up first. A maximum
+has minus infinity around its input anyway, and takes a padding with it for its own, which may be wider at the end.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
-from qtool.graphs.operators import AVERAGE_POOLS, aten, by_axis
+from qtool.form import padding_of
+from qtool.graphs.operators import AVERAGE_POOLS, MAX_POOLS, aten, by_axis
 
 PADDED = {
     aten.conv1d.padding: aten.conv1d.default,
@@ -28,6 +31,32 @@ def spell_stride(node: Node) -> None:
     source, kernel, *rest = node.args
     if not rest or not rest[0]:
         node.args = (source, kernel, kernel, *rest[1:])
+
+
+def spell_maximum(node: Node) -> None:
+    """A maximum over what is padded with minus infinity pads by itself, in place: so TensorFlow's "same" is written.
+
+    That padding is no integer of its input's. Windows that reach further at the end are those of ``ceil_mode``.
+    """
+    spell_stride(node)
+    padded: Any = node.args[0]
+    rank = 1 + MAX_POOLS.index(node.target)
+    amounts = padding_of(padded, -math.inf)
+    if amounts is None or len(amounts) > 2 * rank:
+        return
+    given: list[Any] = [*node.args, *[0, 1, False][len(node.args) - 3 :]]
+    kernel, strides, own, dilation = given[1:5]
+    more = [*amounts[::2], *[0] * (rank - len(amounts) // 2)][::-1]
+    begins = [a + b for a, b in zip(by_axis(own, rank), more, strict=True)]
+    sizes, counts = padded.args[0].meta["val"].shape[-rank:], node.meta["val"].shape[-rank:]
+    known = all(isinstance(size, int) for size in (*sizes, *counts))
+    if not known or any(2 * begin > size for begin, size in zip(begins, by_axis(kernel, rank), strict=True)):
+        return  # torch pads half a window at most
+    for ceil in (False, True):
+        window = (kernel, strides, begins, dilation, ceil)
+        if node.target(torch.empty(1, 1, *sizes, device="meta"), *window).shape[2:] == counts:  # type: ignore[operator]
+            node.args = (padded.args[0], *window)
+            return
 
 
 def spell_average(node: Node) -> None:

@@ -314,8 +314,8 @@ MOVES = (
     aten.flatten.using_ints, aten.unflatten.int, aten.reshape.default,
     aten.permute.default, aten.transpose.int, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
     aten.contiguous.default, aten.clone.default, aten.slice.Tensor, aten.select.int, aten.expand.default,
-    aten.pixel_shuffle.default, aten.channel_shuffle.default, aten.dropout.default, aten.feature_dropout.default,
-    aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
+    aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.channel_shuffle.default, aten.dropout.default,
+    aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
 )  # fmt: skip
 SCALINGS = (
     aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.sub.Tensor,

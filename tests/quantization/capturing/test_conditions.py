@@ -33,6 +33,9 @@ class Any(nn.Module):
         ("L['a'].size()[0] == L['b'].size()[0]", False),
         ("L['b'].size()[0] > 1", False),
         ("32 // L['b'].size()[0] > 0", True),
+        ("torch.sym_max(1, 2 * L['a'].size()[0] // L['b'].size()[0]) == 2", False),
+        ("torch.sym_max(5, L['a'].size()[0]) == L['a'].size()[0]", True),
+        ("torch.sym_float(abs(-L['a'].size()[0])) > 0.5", False),
         ("L['c'].size()[0] > 0", True),  # which cannot be judged
         ("L['c'].size()[1] > 0", False),  # nor this, of no batch
         ("L['a'].size()[1] == 6", False),

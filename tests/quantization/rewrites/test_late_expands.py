@@ -71,3 +71,31 @@ class Turned(nn.Module):
 def test_what_differs_between_samples_stays(kind: str, layers: int) -> None:
     torch.manual_seed(0)
     assert forms(Turned(kind), X).count(aten.linear.default) == layers
+
+
+class Sines(nn.Module):
+    """Positions counted in a mask of ones for each sample, their sines, and a convolution of these."""
+
+    def __init__(self, along: int = 1) -> None:
+        super().__init__()
+        self.along, self.first, self.project, self.head = along, nn.Conv2d(3, 8, 1), nn.Conv2d(6, 8, 1), nn.Linear(8, 4)
+
+    def places(self, batch: int) -> Tensor:
+        mask = ~torch.zeros(batch, 5, 7).to(torch.bool)
+        rows, columns = (mask.cumsum(axis, dtype=torch.float32) for axis in (self.along, 2))
+        angles = (rows / (rows[:, -1:] + 1e-6))[..., None] * torch.arange(1, 4)
+        turned = torch.stack((angles[..., 0::3].sin(), angles[..., 1::3].cos()), dim=4).flatten(3)
+        return torch.cat([turned, turned + 1, columns[..., None], columns[..., None].relu()], 3).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) + self.project(self.places(x.shape[0]))
+        return self.head(y.relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize(("along", "kept"), [(1, False), (0, True)])
+def test_positions_in_a_mask_of_ones_are_counted_once(along: int, kept: bool) -> None:
+    torch.manual_seed(0)
+    operators = forms(Sines(along), torch.randn(3, 3, 5, 7))
+    assert (aten.cumsum.default in operators) == kept
+    assert (aten.sin.default in operators) == kept
+    assert operators.count(aten.conv2d.default) == 1 + kept

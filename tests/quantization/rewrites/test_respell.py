@@ -171,6 +171,46 @@ SAME = {
             *[aten.permute.default, aten.bmm.default, aten.add.Tensor],
         ],
     ),
+    "a maximum that is padded more at the end": (
+        lambda x: F.max_pool2d(F.pad(x, (0, 1, 1, 2), value=-torch.inf), 3, 2, dilation=(2, 1)),
+        [aten.max_pool2d.default],
+    ),
+    "a maximum that is padded alike, twice": (
+        lambda x: F.max_pool2d(F.pad(x, (1, 1), "constant", -torch.inf), (3, 5), 1, (1, 1)),
+        [aten.max_pool2d.default],
+    ),
+    "a maximum that is padded with another number": (
+        lambda x: F.max_pool2d(F.pad(x, (0, 1, 0, 1), value=-1.0), 3, 2),
+        [aten.pad.default, aten.max_pool2d.default],
+    ),
+    "a maximum whose padding is a window wide": (
+        lambda x: F.max_pool2d(F.pad(x, (0, 3), value=-torch.inf), 3, 1).relu(),
+        [aten.pad.default, aten.max_pool2d.default, aten.relu.default],
+    ),
+    "a sum of what is stacked": (
+        lambda x: torch.stack([x, x.relu(), x.sigmoid()], -1).sum(-1),
+        [aten.relu.default, aten.sigmoid.default, aten.add.Tensor, aten.add.Tensor],
+    ),
+    "a mean of what is stacked before the batch": (
+        lambda x: torch.stack([x, x.relu()]).mean(0),
+        [aten.relu.default, aten.add.Tensor, aten.div.Tensor],
+    ),
+    "a sum over another axis than that of the stack": (
+        lambda x: torch.stack([x, x], 1).sum(2),
+        [aten.unsqueeze.default, aten.cat.default, aten.sum.dim_IntList],
+    ),
+    "a sum of many that are stacked": (
+        lambda x: torch.stack([x] * 9, 1).sum(1),
+        [aten.unsqueeze.default, aten.cat.default, aten.sum.dim_IntList],
+    ),
+    "an affine in one call": (
+        lambda x: torch.addcmul(x[:, :1], x[:, 1:2], x, value=2),
+        [*[aten.slice.Tensor] * 2, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor],
+    ),
+    "a quotient that is added to, in place": (
+        lambda x: (-x).addcdiv_(x, x[:, 1:2]),
+        [aten.neg.default, aten.slice.Tensor, aten.div.Tensor, aten.add.Tensor],
+    ),
     "new_zeros": (lambda x: x + x.new_zeros(6), [aten.full.default, aten.add.Tensor]),
     "new_full": (lambda x: x + x.new_full((4, 1), 2.5), [aten.full.default, aten.add.Tensor]),
     "ones_like": (lambda x: x * torch.ones_like(torch.arange(6)), [aten.full.default, aten.mul.Tensor]),
