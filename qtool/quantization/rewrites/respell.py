@@ -29,7 +29,6 @@ an average by a divisor of one's own                      ``avg_pool`` and ``mul
 attention without an axis for heads, or with several      attention with one head, or all in one axis
 the largest or least of all numbers                       that over each axis
 ``stack``; a concatenation of one; of what is empty       ``cat`` of ``unsqueeze``; nothing; that of the others
-a sum, or a mean, over a few that are stacked             ``add`` of each, and ``div``
 ``baddbmm`` (Bloom's attention)                           ``bmm``, its ``mul`` by a number, and ``add``
 ``addcmul`` (ResMLP's affine), ``addcdiv``                ``mul`` or ``div``, and ``add``, likewise
 ``x + 0``, ``x * 1``, a padding by nothing, ``x[:]``      nothing
@@ -91,8 +90,6 @@ _OTHER_NAMES: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
 }
-MOST_ADDED = 8
-"""Of how many stacked values a sum is written as theirs: each costs an operator, and in integers a rounding."""
 _RESHAPES = (aten.unflatten.int, aten.view_as.default, aten.reshape_as.default, aten.squeeze.default)
 _TURNS = (
     aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist, aten.mT.default, aten.t.default,
@@ -161,44 +158,13 @@ def _spell_adaptive_pool(node: Node) -> None:
         node.target, node.args = AVERAGE_POOLS[rank - 1], (source, *pool)
 
 
-def _spell_stacked_sum(node: Node) -> None:
-    """A sum over the axis along which a few values are stacked is theirs: an integer kernel adds two, none a stack."""
-    source, axes, *kept = node.args
-    assert isinstance(source, Node)
-    parts, axis = _stacked(source)
-    rank = source.meta["val"].dim()
-    over = [int(str(each)) % rank for each in axes] if isinstance(axes, list | tuple) else []
-    alike = all(part.meta["val"].dtype == node.meta["val"].dtype for part in parts)
-    if not 1 < len(parts) <= MOST_ADDED or over != [axis] or any(kept) or node.kwargs or not alike:
-        return
-    total = parts[0]
-    for part in parts[1:]:
-        total = call_before(node, aten.add.Tensor, total, part)
-    _replace(node, call_before(node, aten.div.Tensor, total, len(parts)) if node.target is aten.mean.dim else total)
-
-
-def _stacked(node: Node) -> tuple[list[Node], int]:
-    """The values that ``node`` is a stack of, and along which axis; none where it is something else."""
-    if not calls(node, aten.cat.default):
-        return [], 0
-    rank, tall = node.meta["val"].dim(), node.args[0]
-    assert isinstance(tall, list | tuple)
-    axis = int(str((*node.args[1:], node.kwargs.get("dim", 0))[0])) % rank
-    flat: list[Any] = [part.args for part in tall if isinstance(part, Node) and calls(part, aten.unsqueeze.default)]
-    single = len(flat) == len(tall) and all(at % rank == axis for _, at in flat)
-    return ([source for source, _ in flat] if single else []), axis
-
-
 def _spell_mean(node: Node) -> None:
     """A mean of one number is that number. OpenVINO (2026.4) gives another where the number is dequantized."""
     source = node.args[0]
     assert isinstance(source, Node)
     before, axes = source.meta["val"], node.args[1] if len(node.args) > 1 else None
     sizes = [before.shape[axis] for axis in axes or ()]  # type: ignore[union-attr]
-    if sizes and not node.kwargs and not all(isinstance(size, int) and size == 1 for size in sizes):
-        _spell_stacked_sum(node)
-        return
-    if not sizes or node.kwargs:
+    if not sizes or not all(isinstance(size, int) and size == 1 for size in sizes) or node.kwargs:
         return
     if before.dim() == node.meta["val"].dim():
         _drop(node)
@@ -459,7 +425,6 @@ _RULES: dict[Any, Callable[[Node], None]] = {
     aten.square.default: _spell_square,
     **dict.fromkeys(_ADDED_PRODUCTS, _spell_added_product),
     aten.mean.dim: _spell_mean,
-    aten.sum.dim_IntList: _spell_stacked_sum,
     aten.permute.default: _spell_order,
     aten.expand_as.default: _spell_expand,
     aten.narrow.default: _spell_narrow,

@@ -187,22 +187,6 @@ SAME = {
         lambda x: F.max_pool2d(F.pad(x, (0, 3), value=-torch.inf), 3, 1).relu(),
         [aten.pad.default, aten.max_pool2d.default, aten.relu.default],
     ),
-    "a sum of what is stacked": (
-        lambda x: torch.stack([x, x.relu(), x.sigmoid()], -1).sum(-1),
-        [aten.relu.default, aten.sigmoid.default, aten.add.Tensor, aten.add.Tensor],
-    ),
-    "a mean of what is stacked before the batch": (
-        lambda x: torch.stack([x, x.relu()]).mean(0),
-        [aten.relu.default, aten.add.Tensor, aten.div.Tensor],
-    ),
-    "a sum over another axis than that of the stack": (
-        lambda x: torch.stack([x, x], 1).sum(2),
-        [aten.unsqueeze.default, aten.cat.default, aten.sum.dim_IntList],
-    ),
-    "a sum of many that are stacked": (
-        lambda x: torch.stack([x] * 9, 1).sum(1),
-        [aten.unsqueeze.default, aten.cat.default, aten.sum.dim_IntList],
-    ),
     "an affine in one call": (
         lambda x: torch.addcmul(x[:, :1], x[:, 1:2], x, value=2),
         [*[aten.slice.Tensor] * 2, aten.mul.Tensor, aten.mul.Tensor, aten.add.Tensor],
