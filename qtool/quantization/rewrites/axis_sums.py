@@ -4,8 +4,8 @@ Branches are often stacked, weighed and summed over the axis in which they were 
 
     sum(stack(a, b) · w, axis) = a · w_0 + b · w_1
 
-So are groups of channels that a reshape sets apart. Left as they are: sums over more than four places, and of what no
-convolution gave or was not stacked.
+So are groups of channels that a reshape sets apart, and means. Left as they are: sums over more than eight places, each
+of which costs an operator and a rounding, and of what no convolution gave or was not stacked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from qtool.graphs.edits import call_before, clean
 from qtool.graphs.operators import aten
 from qtool.quantization.rewrites.maxima import is_convolved
 
-MOST = 4
+MOST = 8
+_SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 _WEIGHED = (aten.mul.Tensor, aten.div.Tensor)
 
 
@@ -26,9 +27,11 @@ def write_axis_sums(graph_module: GraphModule) -> int:
     """Writes such sums as additions, in place; returns how many."""
     written = 0
     for node in list(graph_module.graph.nodes):
-        if node.target is aten.sum.dim_IntList and (found := _axis(node)) is not None:
+        if node.target in _SUMS and (found := _axis(node)) is not None:
             axis, count = found
             parts = [_part(node, node.args[0], axis, index) for index in range(count)]
+            if node.target is aten.mean.dim:  # before the sum, where layers take the factor
+                parts = [call_before(node, aten.div.Tensor, part, count) for part in parts]
             total = parts[0]
             for part in parts[1:]:
                 total = call_before(node, aten.add.Tensor, total, part)
@@ -41,8 +44,8 @@ def write_axis_sums(graph_module: GraphModule) -> int:
 
 def _axis(node: Node) -> tuple[int, int] | None:
     """The axis of a sum over a few parts, and their number; None for another sum."""
-    arguments: Any = node.args
-    source, axes, *keeps = arguments
+    arguments: Any = (*node.args, None)
+    source, axes, *keeps = arguments[: max(len(node.args), 2)]
     value = source.meta["val"]
     if keeps or node.kwargs or not isinstance(axes, list) or len(axes) != 1 or not value.is_floating_point():
         return None
