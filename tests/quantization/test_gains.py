@@ -116,7 +116,7 @@ def test_gains_are_those_of_the_axis_that_channels_came_from(move: Callable[[Ten
     torch.testing.assert_close(found.values, squares / squares.mean())
 
 
-@pytest.mark.parametrize("move", [lambda x: x.flatten(2), lambda x: x.transpose(2, 3)[..., :6], lambda x: x[..., :3]])
+@pytest.mark.parametrize("move", [lambda x: x.flatten(2), lambda x: x.transpose(2, 3)[..., :5], lambda x: x[..., :3]])
 def test_none_are_known_before_what_breaks_rows_up(move: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(2, 5, 6, 6)
     assert "norm" not in gains_of(Moved(move, move(x).shape[-1]), x)

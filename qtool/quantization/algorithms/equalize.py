@@ -42,7 +42,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from qtool.graphs.edits import parameter, set_parameter
 from qtool.nested import micro_batches, thinned
 from qtool.quantization.algorithms.absorb import carried, shift, shifts
-from qtool.quantization.algorithms.norm_inputs import change_norm_input, even_norm_inputs, find_norm_inputs
+from qtool.quantization.algorithms.norm_inputs import Norm, change_norm_input, even_norm_inputs, find_norm_inputs
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
 from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, is_data_sized, saved_numbers
 from qtool.quantization.algorithms.verify import QMAX, Samples, parted
@@ -83,7 +83,7 @@ def equalize(subject: Subject) -> None:
     subject.graph.recompile()
 
 
-def _repeat(subject: Subject, streams: list[Stream], norms: Mapping[Node, Node]) -> None:
+def _repeat(subject: Subject, streams: list[Stream], norms: Mapping[Node, Norm]) -> None:
     """Applies the shifts and scales that were saved with the ranges."""
     places: dict[str, Stream | Node] = {_place(s): s for s in streams if not s.blocked and s.consumers}
     places |= {conv.name: conv for conv in norms}
@@ -103,7 +103,7 @@ def _repeat(subject: Subject, streams: list[Stream], norms: Mapping[Node, Node])
     subject.note(f"equalize: as saved with the ranges in {len(saved)} of {len(streams)} paths")
 
 
-def _choose(subject: Subject, streams: list[Stream], norms: dict[Node, Node]) -> None:
+def _choose(subject: Subject, streams: list[Stream], norms: Mapping[Node, Norm]) -> None:
     """Finds and applies each stream's best shifts and scales, and saves them."""
     refusals = {stream: _refusal(stream, subject) for stream in streams}
     fit = [stream for stream, reason in refusals.items() if not reason]
@@ -113,7 +113,7 @@ def _choose(subject: Subject, streams: list[Stream], norms: dict[Node, Node]) ->
     batches = thinned(subject.batches, SAMPLES)
     if norms:
         count = even_norm_inputs(subject, norms, batches, PIECE)
-        subject.note(f"equalize: channels made as wide as the widest in front of {many(count, 'instance norm')}")
+        subject.note(f"equalize: channels made as wide as the widest in front of {many(count, 'norm')}")
     if not fit:
         return
     seen = observe(subject.graph, fit, parted(batches, held=False))

@@ -1,18 +1,18 @@
-"""What an instance norm reads: each channel with mean 0 and as wide as the widest, at no cost to what it computes.
+"""What an instance or group norm reads: each group with mean 0 and as wide as the widest, at no cost to the result.
 
     norm(s · (x − m)) = norm(x),    m exactly, s > 0 as far as the variance is above ε
 
-The norm takes out the offset and the size of each channel of each sample, so that the convolution in front is free in
-both. One range for all channels then fits each: unlike what readers have to undo (``equalize.py``), this costs nothing.
-Left as they are: channels whose variance came near ε in some sample, since their size is not taken out; group norms,
-which compare channels; transposed convolutions, whose results are shuffled before the norm.
+The norm takes out the offset and the size of each group of channels of each sample (an instance norm's are of one
+channel), so that the convolution in front is free in both. One range for all channels then fits each group: unlike what
+readers have to undo (``equalize.py``), this costs nothing. Left as they are: groups whose variance came near ε in some
+sample, since their size is not taken out; transposed convolutions, whose results are shuffled before the norm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,59 +32,75 @@ FAR = 1000.0
 """Variances over ε above which ε changes a result by less than a two-thousandth."""
 
 
-def find_norm_inputs(subject: Subject) -> dict[Node, Node]:
-    """The convolutions whose quantized result an instance norm alone reads, each with that norm."""
+class Norm(NamedTuple):
+    """What is known of a norm: the number of its groups, and its ε."""
+
+    groups: int
+    eps: float
+
+
+def find_norm_inputs(subject: Subject) -> dict[Node, Norm]:
+    """The convolutions whose quantized result a norm of several groups alone reads."""
     graph = subject.graph
     readers, quantized = readers_of(graph), {p.output for p in subject.placement.placed if p.quantized_output}
     found = {}
-    for norm in graph.graph.nodes:
-        if norm.target is not aten.instance_norm.default or not norm.args[5]:
+    for node in graph.graph.nodes:
+        norm, source = _norm(node), next(iter(node.all_input_nodes), node)
+        if norm is None or source.target not in CONVOLUTIONS or list(source.users) != [node] or source not in quantized:
             continue
-        source = norm.args[0]
-        if source.target not in CONVOLUTIONS or list(source.users) != [norm] or source not in quantized:
-            continue
-        if parameter(graph, source.args[1]) is not None and readers[str(source.args[1].target)] == 1:
+        weight: Any = source.args[1]
+        if parameter(graph, weight) is not None and readers[str(weight.target)] == 1:
             found[source] = norm
     return found
 
 
-class _Look(Interpreter):
-    """What norms read, channel by channel: both ends, the mean of each sample, and the least variance of one."""
+def _norm(node: Node) -> Norm | None:
+    """Such a norm; None for anything else, and for one group, which one range fits anyway."""
+    arguments: Any = node.args
+    if node.target is aten.instance_norm.default and arguments[5]:
+        return Norm(node.meta["val"].shape[1], arguments[7])
+    if node.target is aten.group_norm.default and arguments[1] > 1:
+        return Norm(arguments[1], arguments[4] if len(arguments) > 4 else 1e-5)
+    return None
 
-    def __init__(self, graph: GraphModule, wanted: Iterable[Node]) -> None:
+
+class _Look(Interpreter):
+    """What norms read, group by group: both ends, the mean of each sample, and the least variance of one."""
+
+    def __init__(self, graph: GraphModule, norms: Mapping[Node, Norm]) -> None:
         super().__init__(graph)
-        self.wanted = set(wanted)
+        self.norms = norms
         self.seen: dict[Node, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if n in self.wanted:
-            places, rest = list(range(2, result.dim())), [0, *range(2, result.dim())]
-            means, variances = result.double().mean(places), result.var(places, correction=0)
-            now = result.amin(rest), result.amax(rest), means, variances.amin(0)
+        if n in self.norms:
+            values = result.reshape(len(result), self.norms[n].groups, -1)
+            low, high = values.amin((0, 2)), values.amax((0, 2))
+            means, least = values.double().mean(2), values.var(2, correction=0).amin(0)
             if n in self.seen:
-                low, high, before, least = self.seen[n]
-                now = (
-                    torch.minimum(low, now[0]), torch.maximum(high, now[1]), torch.cat([before, now[2]]),
-                    torch.minimum(least, now[3]),
-                )  # fmt: skip
-            self.seen[n] = now
+                before = self.seen[n]
+                low, high = torch.minimum(before[0], low), torch.maximum(before[1], high)
+                means, least = torch.cat([before[2], means]), torch.minimum(before[3], least)
+            self.seen[n] = low, high, means, least
         return result
 
 
 @torch.no_grad()
-def even_norm_inputs(subject: Subject, found: dict[Node, Node], batches: Iterable[Any], piece: int) -> int:
+def even_norm_inputs(subject: Subject, found: Mapping[Node, Norm], batches: Iterable[Any], piece: int) -> int:
     """Shifts and scales the channels of such convolutions in place, and saves by how much; returns how many."""
-    look = _Look(subject.graph, (norm.all_input_nodes[0] for norm in found.values()))
+    look = _Look(subject.graph, found)
     for batch in batches:
         for part in micro_batches(batch, piece):
             interpret(look, part)
     for conv, norm in found.items():
-        low, high, means, least = look.seen[norm.all_input_nodes[0]]
+        low, high, means, least = look.seen[conv]
         mean = means.mean(0).float()
         reach = torch.maximum(high - mean, mean - low)
         scales = (reach.amax() / reach.clamp(min=math.ulp(0.0))).clamp(max=MOST)
-        scales = torch.where(least > FAR * float(norm.args[7]), scales, 1.0)  # type: ignore[arg-type]
+        scales = torch.where(least > FAR * norm.eps, scales, 1.0)
+        width = conv.meta["val"].shape[1] // norm.groups
+        mean, scales = mean.repeat_interleave(width), scales.repeat_interleave(width)
         change_norm_input(subject.graph, conv, mean, scales)
         subject.ranges.setdefault(conv.name, {})["equalize"] = {"scales": scales.tolist(), "shifts": [mean.tolist()]}
     return len(found)

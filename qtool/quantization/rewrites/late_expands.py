@@ -91,7 +91,7 @@ def _is_alike(node: Node, single: dict[Node, Node], constants: set[Node]) -> boo
     source, *others = arguments
     parts = source if isinstance(source, list | tuple) else [source]
     given = [other for other in node.all_input_nodes if other not in parts and other not in constants]
-    if node.meta["val"][:1].numel() > LARGEST_RESULT:
+    if node.meta["val"][:1].numel() > LARGEST_RESULT or any(isinstance(value, Node) for value in node.kwargs.values()):
         return False
     if _is_by_number(node.target):
         rank = node.meta["val"].dim()
