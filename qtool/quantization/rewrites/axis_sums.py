@@ -4,7 +4,7 @@ Branches are often stacked, weighed and summed over the axis in which they were 
 
     sum(stack(a, b) · w, axis) = a · w_0 + b · w_1
 
-So are groups of channels that a reshape sets apart, and means. Left as they are: sums over more than eight places, each
+So are groups of channels that a reshape sets apart, and means. Left as they are: sums over more than four places, each
 of which costs an operator and a rounding, and of what no convolution gave or was not stacked.
 """
 
@@ -18,7 +18,7 @@ from qtool.graphs.edits import call_before, clean
 from qtool.graphs.operators import aten
 from qtool.quantization.rewrites.maxima import is_convolved
 
-MOST = 8
+MOST = 4
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim)
 _WEIGHED = (aten.mul.Tensor, aten.div.Tensor)
 
