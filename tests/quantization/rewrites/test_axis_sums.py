@@ -23,6 +23,7 @@ class Branches(nn.Module):
         super().__init__()
         self.paths = nn.ModuleList(nn.Conv2d(4, 8, 3, padding=1) for _ in range(3))
         self.select, self.weights, self.join = nn.Linear(8, 24), nn.Parameter(torch.tensor([0.2, 0.5, 0.4])), join
+        self.gain = nn.Parameter(torch.rand(8, 1, 1) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.join(self, [path(x).relu() for path in self.paths])
@@ -35,6 +36,11 @@ def summed(net: Branches, parts: list[Tensor]) -> Tensor:
 def ahead(net: Branches, parts: list[Tensor]) -> Tensor:
     """Stacked in front of the samples."""
     return (torch.stack(parts) * net.weights[:, None, None, None, None]).sum(0)
+
+
+def scaled(net: Branches, parts: list[Tensor]) -> Tensor:
+    """By one factor for each channel, of all parts."""
+    return (torch.stack(parts, 1) * net.gain[None, None]).sum(1)
 
 
 def averaged(net: Branches, parts: list[Tensor]) -> Tensor:
@@ -76,7 +82,7 @@ ATTENDED = ["softmax", "mul", "mul", "mul", "add", "add"]
 
 @pytest.mark.parametrize(
     ("join", "in_float"),
-    [(summed, []), (ahead, []), (averaged, []), (attended, ATTENDED), (fused, []), (grouped, [])],
+    [(summed, []), (ahead, []), (scaled, []), (averaged, []), (attended, ATTENDED), (fused, []), (grouped, [])],
 )
 def test_parts_are_added_in_integers(join: Callable[[Any, list[Tensor]], Tensor], in_float: list[str]) -> None:
     model, operators = forms(join)
