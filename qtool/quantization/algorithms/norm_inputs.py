@@ -22,7 +22,7 @@ from qtool.graphs.edits import parameter, set_parameter
 from qtool.graphs.operators import CONVOLUTIONS, aten
 from qtool.nested import micro_batches
 from qtool.quantization.algorithms.bias import add_to_bias, bias_of, set_bias
-from qtool.quantization.algorithms.subject import Subject
+from qtool.quantization.algorithms.subject import Subject, is_data_sized
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.rewrites.norms import readers_of, scaled
 
@@ -49,7 +49,8 @@ def find_norm_inputs(subject: Subject) -> dict[Node, Norm]:
         if norm is None or source.target not in CONVOLUTIONS or list(source.users) != [node] or source not in quantized:
             continue
         weight: Any = source.args[1]
-        if parameter(graph, weight) is not None and readers[str(weight.target)] == 1:
+        alone = parameter(graph, weight) is not None and readers[str(weight.target)] == 1
+        if alone and not is_data_sized(source):
             found[source] = norm
     return found
 
