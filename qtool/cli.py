@@ -38,13 +38,13 @@ from qtool.recipe import (
     TrainConfig,
 )
 from qtool.recipe_files import recipe_names
+from qtool.shells import SHELLS
 from qtool.system.control_groups import bound_cores, usable_cores
 from qtool.system.files import names_file
 from qtool.system.json_files import finite
 from qtool.version import __version__
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-SHELLS = ("bash", "zsh", "fish")
 RUN_DIR = PathType()
 NO_REPORTS = "ORT_DISABLE_TELEMETRY"
 """Keeps ONNX Runtime from sending reports, for which it writes into the home folder, and complains where it cannot."""

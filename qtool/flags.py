@@ -27,14 +27,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import (
-    BashComplete,
-    CompletionItem,
-    FishComplete,
-    ShellComplete,
-    ZshComplete,
-    add_completion_class,
-)
+from click.shell_completion import CompletionItem
 
 from qtool.errors import (
     FAILED_COMPILERS,
@@ -313,38 +306,6 @@ class Program(click.Group):
             click.echo(f"qtool: {how}; {do}", err=True)
         _tell_json(QtoolError("qtool", "to finish", got, do), code, arguments)
         return code
-
-
-class _WithEquals(ShellComplete):
-    """Completes ``--option=value`` as well, of which click forgets the option."""
-
-    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
-        option, equals, _ = incomplete.partition("=")
-        found = super().get_completions(args, incomplete)
-        if equals and option.startswith("--"):  # the shell replaces all of the word
-            for item in found:
-                item.value = f"{option}={item.value}"
-        return found
-
-
-class _Bash(BashComplete):
-    """Has the option, ``=`` and the value as three words."""
-
-    def get_completion_args(self) -> tuple[list[str], str]:
-        args, incomplete = super().get_completion_args()
-        return args[:-1] if args[-1:] == ["="] else args, incomplete
-
-
-class _Zsh(_WithEquals, ZshComplete):
-    pass
-
-
-class _Fish(_WithEquals, FishComplete):
-    source_template = FishComplete.source_template.replace('string split ","', 'string split --max 1 ","')  # lists
-
-
-for _shell in (_Bash, _Zsh, _Fish):
-    add_completion_class(_shell)
 
 
 def _stand_in_for_closed() -> None:

@@ -162,7 +162,7 @@ def check(value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any
                 _as_list(value, kind) if value else f"add one{' or pass none' * optional}",
             )
         return tuple(check(item, get_args(kind)[0], metadata, where) for item in value)
-    if kind is str and optional and value == "" and not metadata.get("choices"):  # no None: a comparison is asked for
+    if kind is str and optional and value == "" and not metadata.get("choices"):  # a variable not set
         raise UsageError(where, "a text", "''", "name what is meant, or leave it out")
     return _bounded(_scalar(value, kind, where, metadata), metadata, where)
 

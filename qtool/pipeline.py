@@ -163,15 +163,15 @@ def inspect(artifact: str | Path | ExportResult) -> dict[str, Any]:
     from qtool.inspection import describe, describe_run, is_refused, variant_folders
 
     path = _path_of(artifact, "artifact", "a file or a run directory")
-    if not path.is_dir():
-        return describe(path)
-    if not variant_folders(path) and not is_refused(path):
-        stage = next((s for s in STAGES if has_result(path, s)), None)
-        if stage is None:
-            do = "name the folder that a stage wrote, or a file"
-            raise UsageError(f"artifact '{path}'", "a file or a run directory", "a folder without results", do)
-        require_run_directory(path, stage)
     with whole(path):
+        if not path.is_dir():
+            return describe(path)
+        if not variant_folders(path) and not is_refused(path):
+            stage = next((s for s in STAGES if has_result(path, s)), None)
+            if stage is None:
+                do = "name the folder that a stage wrote, or a file"
+                raise UsageError(f"artifact '{path}'", "a file or a run directory", "a folder without results", do)
+            require_run_directory(path, stage)
         return describe_run(path)
 
 

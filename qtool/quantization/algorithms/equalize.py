@@ -31,22 +31,21 @@ repeated: ranges of one graph are wrong for the other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
 from qtool.graphs.edits import parameter, set_parameter
-from qtool.nested import micro_batches, thinned
+from qtool.nested import thinned
 from qtool.quantization.algorithms.absorb import carried, shift, shifts
-from qtool.quantization.algorithms.norm_inputs import Norm, change_norm_input, even_norm_inputs, find_norm_inputs
+from qtool.quantization.algorithms.channels_seen import Seen, observe
+from qtool.quantization.algorithms.norm_inputs import Norm, even_norm_inputs, find_norm_inputs
 from qtool.quantization.algorithms.streams import ANCHORS, Stream, find_streams, per_input, towards_inputs
-from qtool.quantization.algorithms.subject import Declined, NothingToDo, Subject, is_data_sized, saved_numbers
+from qtool.quantization.algorithms.subject import NothingToDo, Subject, is_data_sized, saved_numbers
 from qtool.quantization.algorithms.verify import QMAX, Samples, parted
-from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.residence import device_of
 from qtool.quantization.rewrites.norms import NORMAL
 from qtool.quantization.targets import RELU_LIKE
@@ -54,18 +53,9 @@ from qtool.units import many
 
 SAMPLES = 256
 """How many samples the channels are observed on, where there are so many."""
-PIECE = 8
-"""How many samples go through the graph at a time, which bounds the memory and changes nothing."""
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MOST = 256.0
 """The greatest factor, either way: a channel that is hardly used stays nearly so."""
-HEADROOM = 48.0
-"""Unseen samples go further than n seen: a ReLU6 may clip a channel at 1 + ``HEADROOM`` / n of its largest value."""
-DEVIATIONS = 4.0, 192.0
-"""And d + e / n standard deviations above its mean: a channel that was silent so far may speak up."""
-NARROWEST = 2.0**-3
-"""The part of the constants taken out of a tensor that its range has to keep. Sums in float32 are wrong by about 2⁻²³
-of these constants; where that is more than a thousandth of a step, exact sums round to other integers too often."""
 LEFT = 0.9
 """The share of the readers' error that may be left where a path is changed: less gain is none at the output."""
 _STEPS = 30
@@ -83,27 +73,23 @@ def equalize(subject: Subject) -> None:
     subject.graph.recompile()
 
 
-def _repeat(subject: Subject, streams: list[Stream], norms: Mapping[Node, Norm]) -> None:
+def _repeat(subject: Subject, streams: list[Stream], norms: Mapping[Stream, Norm]) -> None:
     """Applies the shifts and scales that were saved with the ranges."""
-    places: dict[str, Stream | Node] = {_place(s): s for s in streams if not s.blocked and s.consumers}
-    places |= {conv.name: conv for conv in norms}
+    places = {_place(stream): stream for stream in streams if not stream.blocked and stream.consumers}
+    places |= {_place(stream): stream for stream in norms}
     saved = subject.saved("equalize", places)
     for place, entry in saved.items():
-        changed = places[place]
-        channels = changed.num_channels if isinstance(changed, Stream) else changed.meta["val"].shape[1]
+        stream = places[place]
         scales, *made = (
-            saved_numbers("equalize", place, numbers, channels).to(subject.device)
+            saved_numbers("equalize", place, numbers, stream.num_channels).to(subject.device)
             for numbers in (entry["scales"], *entry["shifts"])
         )
-        if isinstance(changed, Node):
-            change_norm_input(subject.graph, changed, made[0], scales)
-            continue
-        by = carried(changed, dict(zip(changed.producers, made, strict=True))) if made else {}
-        _change(subject, changed, by, scales)
+        by = carried(stream, dict(zip(stream.producers, made, strict=True))) if made else {}
+        _change(subject, stream, by, scales)
     subject.note(f"equalize: as saved with the ranges in {len(saved)} of {len(streams)} paths")
 
 
-def _choose(subject: Subject, streams: list[Stream], norms: Mapping[Node, Norm]) -> None:
+def _choose(subject: Subject, streams: list[Stream], norms: Mapping[Stream, Norm]) -> None:
     """Finds and applies each stream's best shifts and scales, and saves them."""
     refusals = {stream: _refusal(stream, subject) for stream in streams}
     fit = [stream for stream, reason in refusals.items() if not reason]
@@ -112,8 +98,9 @@ def _choose(subject: Subject, streams: list[Stream], norms: Mapping[Node, Norm])
         raise NothingToDo(f"no path of channels can be rescaled{_told(left)}")
     batches = thinned(subject.batches, SAMPLES)
     if norms:
-        count = even_norm_inputs(subject, norms, batches, PIECE)
-        subject.note(f"equalize: channels made as wide as the widest in front of {many(count, 'norm')}")
+        for stream, by, scales in even_norm_inputs(subject.graph, norms, batches):
+            _change_and_save(subject, stream, by, scales)
+        subject.note(f"equalize: channels made as wide as the widest in front of {many(len(norms), 'norm')}")
     if not fit:
         return
     seen = observe(subject.graph, fit, parted(batches, held=False))
@@ -127,9 +114,7 @@ def _choose(subject: Subject, streams: list[Stream], norms: Mapping[Node, Norm])
         moved += bool(by)
         changed += not bool((scales == 1).all())
         if better:
-            _change(subject, stream, by, scales)
-            made = [by[producer].tolist() for producer in stream.producers if by]
-            subject.ranges.setdefault(_place(stream), {})["equalize"] = {"scales": scales.tolist(), "shifts": made}
+            _change_and_save(subject, stream, by, scales)
     subject.note(f"equalize: rescaled {changed} and shifted {moved} of {len(streams)} paths{_told(left)}")
 
 
@@ -148,6 +133,12 @@ def _largest_integers(subject: Subject, streams: list[Stream]) -> dict[Node, int
 def _place(stream: Stream) -> str:
     """What a stream is saved under."""
     return stream.producers[0].name
+
+
+def _change_and_save(subject: Subject, stream: Stream, by: dict[Node, Tensor], scales: Tensor) -> None:
+    _change(subject, stream, by, scales)
+    made = [by[producer].tolist() for producer in stream.producers if by]
+    subject.ranges.setdefault(_place(stream), {})["equalize"] = {"scales": scales.tolist(), "shifts": made}
 
 
 def _change(subject: Subject, stream: Stream, by: dict[Node, Tensor], scales: Tensor) -> None:
@@ -192,103 +183,6 @@ def _refusal(stream: Stream, subject: Subject) -> str:
     if any(map(is_data_sized, stream.values)):
         return "the data decides how many rows it has"
     return "" if _quantized_values(stream, subject) else "nothing of it is quantized"
-
-
-@dataclass
-class Seen:
-    """What was seen of a value's channels.
-
-    Extremes, of all and the means of batches'; means of values and squares; and the share of values that are not zero.
-    """
-
-    low: Tensor
-    high: Tensor
-    highest: Tensor
-    lowest: Tensor
-    mean: Tensor
-    square: Tensor
-    nonzero: Tensor
-    num_samples: int
-    num_batches: int = 1
-
-    @property
-    def middle(self) -> Tensor:
-        """The middle of the mean extremes."""
-        return (self.low + self.high) / 2
-
-    def reach(self) -> Tensor:
-        """How far up values are taken to go: beyond what was seen, by its largest value and by its deviation."""
-        deviation = (self.square - self.mean.square()).clamp(min=0.0).sqrt()
-        factor, deviations = 1 + HEADROOM / self.num_samples, DEVIATIONS[0] + DEVIATIONS[1] / self.num_samples
-        return torch.maximum(self.highest * factor, self.mean + deviations * deviation).clamp(min=0.0)
-
-    @classmethod
-    def of(cls, value: Tensor, axis: int) -> Seen:
-        """Statistics of one batch."""
-        rest = [d for d in range(value.dim()) if d != axis % value.dim()]
-        low, high = value.amin(rest), value.amax(rest)
-        return cls(
-            low, high, high, low, value.mean(rest), value.square().mean(rest), value.ne(0).to(value.dtype).mean(rest),
-            len(value),
-        )  # fmt: skip
-
-    def joined(self, other: Seen, *, same_batch: bool) -> Seen:
-        """What was seen of both, of which ``other`` is another piece of one batch or another batch."""
-        count, batches = self.num_samples + other.num_samples, self.num_batches + other.num_batches
-        part, share = other.num_samples / count, other.num_batches / batches
-        low, high = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
-        if not same_batch:
-            low, high = torch.lerp(self.low, other.low, share), torch.lerp(self.high, other.high, share)
-        return Seen(
-            low, high, torch.maximum(self.highest, other.highest), torch.minimum(self.lowest, other.lowest),
-            torch.lerp(self.mean, other.mean, part), torch.lerp(self.square, other.square, part),
-            torch.lerp(self.nonzero, other.nonzero, part), count, self.num_batches if same_batch else batches,
-        )  # fmt: skip
-
-    def is_told_apart(self, shift: Tensor) -> bool:
-        """Whether what is left of the channels behind a ``shift`` is more than what rounding in float32 made of it."""
-        span = self.highest.amax() - self.lowest.amin()
-        return bool(span >= NARROWEST * shift.abs().amax())
-
-    def shifted(self, m: Tensor) -> Seen:
-        """What would have been seen of the value less ``m``."""
-        square = (self.square - 2 * m * self.mean + m.square()).clamp(min=0.0)
-        return replace(
-            self, low=self.low - m, high=self.high - m, highest=self.highest - m, lowest=self.lowest - m,
-            mean=self.mean - m, square=square, nonzero=torch.where(m == 0, self.nonzero, 1.0),
-        )  # fmt: skip
-
-
-class _Observe(Interpreter):
-    """Sees one batch, in pieces."""
-
-    def __init__(self, graph: GraphModule, axes: dict[Node, int]) -> None:
-        super().__init__(graph)
-        self.axes = axes
-        self.seen: dict[Node, Seen] = {}
-
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        if n in self.axes:
-            piece = Seen.of(result, self.axes[n])
-            self.seen[n] = self.seen[n].joined(piece, same_batch=True) if n in self.seen else piece
-        return result
-
-
-@torch.no_grad()
-def observe(graph: GraphModule, streams: list[Stream], batches: Iterable[Any]) -> dict[Node, Seen]:
-    """Channel statistics of every value of the streams: one float pass in pieces of ``PIECE`` samples."""
-    axes = {value: stream.axis for stream in streams for value in stream.values}
-    found: dict[Node, Seen] = {}
-    for batch in batches:
-        watch = _Observe(graph, axes)
-        for piece in micro_batches(batch, PIECE):
-            interpret(watch, piece)
-        for node, seen in watch.seen.items():
-            found[node] = found[node].joined(seen, same_batch=False) if node in found else seen
-    if not found:
-        raise Declined("no calibration data")
-    return found
 
 
 def output_gains(graph: GraphModule, streams: list[Stream]) -> dict[Node, Tensor]:

@@ -11,20 +11,21 @@ sample, since their size is not taken out; transposed convolutions, whose result
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.graphs.edits import parameter, set_parameter
-from qtool.graphs.operators import CONVOLUTIONS, aten
+from qtool.graphs.edits import parameter
+from qtool.graphs.operators import aten
 from qtool.nested import micro_batches
-from qtool.quantization.algorithms.bias import add_to_bias, bias_of, set_bias
+from qtool.quantization.algorithms.channels_seen import PIECE
+from qtool.quantization.algorithms.streams import ANCHORS, Stream
 from qtool.quantization.algorithms.subject import Subject, is_data_sized
 from qtool.quantization.algorithms.walk import interpret
-from qtool.quantization.rewrites.norms import readers_of, scaled
+from qtool.quantization.rewrites.norms import readers_of
 
 MOST = 16.0
 """The greatest factor."""
@@ -39,19 +40,19 @@ class Norm(NamedTuple):
     eps: float
 
 
-def find_norm_inputs(subject: Subject) -> dict[Node, Norm]:
-    """The convolutions whose quantized result a norm of several groups alone reads."""
+def find_norm_inputs(subject: Subject) -> dict[Stream, Norm]:
+    """The quantized results of convolutions that a norm of several groups alone reads, each a path without a reader."""
     graph = subject.graph
     readers, quantized = readers_of(graph), {p.output for p in subject.placement.placed if p.quantized_output}
     found = {}
     for node in graph.graph.nodes:
         norm, source = _norm(node), next(iter(node.all_input_nodes), node)
-        if norm is None or source.target not in CONVOLUTIONS or list(source.users) != [node] or source not in quantized:
+        if norm is None or source.target not in ANCHORS or list(source.users) != [node] or source not in quantized:
             continue
         weight: Any = source.args[1]
         alone = parameter(graph, weight) is not None and readers[str(weight.target)] == 1
         if alone and not is_data_sized(source):
-            found[source] = norm
+            found[Stream(source.meta["val"].shape[1], 1, values=[source], producers=[source])] = norm
     return found
 
 
@@ -88,30 +89,20 @@ class _Look(Interpreter):
 
 
 @torch.no_grad()
-def even_norm_inputs(subject: Subject, found: Mapping[Node, Norm], batches: Iterable[Any], piece: int) -> int:
-    """Shifts and scales the channels of such convolutions in place, and saves by how much; returns how many."""
-    look = _Look(subject.graph, found)
+def even_norm_inputs(
+    graph: GraphModule, found: Mapping[Stream, Norm], batches: Iterable[Any]
+) -> Iterator[tuple[Stream, dict[Node, Tensor], Tensor]]:
+    """The shifts and scales of such results, from what is seen of samples."""
+    look = _Look(graph, {stream.values[0]: norm for stream, norm in found.items()})
     for batch in batches:
-        for part in micro_batches(batch, piece):
+        for part in micro_batches(batch, PIECE):
             interpret(look, part)
-    for conv, norm in found.items():
+    for stream, norm in found.items():
+        (conv,) = stream.values
         low, high, means, least = look.seen[conv]
         mean = means.mean(0).float()
         reach = torch.maximum(high - mean, mean - low)
         scales = (reach.amax() / reach.clamp(min=math.ulp(0.0))).clamp(max=MOST)
         scales = torch.where(least > FAR * norm.eps, scales, 1.0)
-        width = conv.meta["val"].shape[1] // norm.groups
-        mean, scales = mean.repeat_interleave(width), scales.repeat_interleave(width)
-        change_norm_input(subject.graph, conv, mean, scales)
-        subject.ranges.setdefault(conv.name, {})["equalize"] = {"scales": scales.tolist(), "shifts": [mean.tolist()]}
-    return len(found)
-
-
-@torch.no_grad()
-def change_norm_input(graph: GraphModule, conv: Node, mean: Tensor, scales: Tensor) -> None:
-    """Gives a convolution's channels less ``mean``, times ``scales``; in place."""
-    weight, name = parameter(graph, conv.args[1]), str(conv.args[1].target)  # type: ignore[union-attr]
-    assert weight is not None
-    add_to_bias(graph, conv, -mean.double())
-    set_bias(graph, conv, bias_of(graph, conv) * scales.double())
-    set_parameter(graph, name, scaled(weight, scales, conv).float())
+        width = stream.num_channels // norm.groups
+        yield stream, {conv: mean.repeat_interleave(width)}, scales.repeat_interleave(width)

@@ -44,10 +44,12 @@ def write_axis_sums(graph_module: GraphModule) -> int:
 
 def _axis(node: Node) -> tuple[int, int] | None:
     """The axis of a sum over a few parts, and their number; None for another sum."""
-    arguments: Any = (*node.args, None)
-    source, axes, *keeps = arguments[: max(len(node.args), 2)]
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    arguments: Any = node.args
+    source, axes = arguments
     value = source.meta["val"]
-    if keeps or node.kwargs or not isinstance(axes, list) or len(axes) != 1 or not value.is_floating_point():
+    if not isinstance(axes, list) or len(axes) != 1 or not value.is_floating_point():
         return None
     axis = axes[0] % value.dim()
     count = value.shape[axis]

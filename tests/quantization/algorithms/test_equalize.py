@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import pathlib
 
@@ -22,9 +21,10 @@ from qtool.evaluate import sqnr_db
 from qtool.graphs.edits import parameter
 from qtool.graphs.shapes import batch_symbols
 from qtool.nested import call, tensors
-from qtool.quantization.algorithms import Declined, Subject
+from qtool.quantization.algorithms import Declined, Subject, channels_seen
 from qtool.quantization.algorithms.absorb import shifts
-from qtool.quantization.algorithms.equalize import NoiseModel, Seen, equalize, observe, output_gains, rescale
+from qtool.quantization.algorithms.channels_seen import Seen, observe
+from qtool.quantization.algorithms.equalize import NoiseModel, equalize, output_gains, rescale
 from qtool.quantization.algorithms.streams import find_streams
 from qtool.quantization.algorithms.verify import parted
 from qtool.quantization.capturing.float_form import FloatForms, float_form
@@ -243,7 +243,7 @@ def test_what_is_seen_is_what_the_definition_gives_whatever_the_pieces(monkeypat
     ends = [(y.amin((0, 2, 3)), y.amax((0, 2, 3))) for y in outputs]
     every = torch.cat(outputs)
     for piece in (5, 8, 100):
-        monkeypatch.setattr(importlib.import_module("qtool.quantization.algorithms.equalize"), "PIECE", piece)
+        monkeypatch.setattr(channels_seen, "PIECE", piece)
         seen = observe(given.graph, [stream], BATCHES)[value]
         wanted = [
             sum(low for low, _ in ends) / 2, sum(high for _, high in ends) / 2, every.amax((0, 2, 3)),
