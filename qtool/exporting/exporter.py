@@ -13,9 +13,10 @@ that its pattern does not begin with, and the search for casts is left out where
 same, node for node, and a test holds it. A torch or onnxscript that has these things elsewhere is left as it is.
 
 The exporter's optimizer also makes one of two nodes that compute the same, so that two units whose numbers happen to be
-equal (the two heads of a model with fresh weights) would lose one of their quantizers. :func:`distinct_quantizers`
-keeps both. And it takes 1e-8 for zero, so that a norm would lose an epsilon of that size (Helium's) and a row of zeros
-become NaN. :func:`exact_constants` lets it leave out what adds nothing at all.
+equal (the two heads of a model with fresh weights, two layers that begin as zeros) would lose one of their quantizers,
+or one of the layers. :func:`distinct_units` keeps both. And it takes 1e-8 for zero, so that a norm would lose an
+epsilon of that size (Helium's) and a row of zeros become NaN. :func:`exact_constants` lets it leave out what adds
+nothing at all.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from qtool.exporting.passes.names import QUANTIZE
+from qtool.exporting.passes.names import QUANTIZE, WEIGHTED
 
-MARK = "unit_number"  # an attribute that tells quantizers apart while equal nodes are sought
+MARK = "unit_number"  # an attribute that tells units apart while equal nodes are sought
 
 
 @contextlib.contextmanager
@@ -50,19 +51,19 @@ def quicker() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def distinct_quantizers() -> Iterator[None]:
-    """Keeps each QuantizeLinear in this block, though another gives the same: the gates know a unit by its own."""
+def distinct_units() -> Iterator[None]:
+    """Keeps each quantizer and layer in this block, though another gives the same: the gates know a unit by its own."""
     eliminate: Callable[..., Any] = CommonSubexpressionEliminationPass.call
 
     @functools.wraps(eliminate)
     def kept(self: Any, model: ir.Model) -> Any:
-        quantizers = [node for node in model.graph if node.op_type == QUANTIZE]
-        for number, node in enumerate(quantizers):
+        units = [node for node in model.graph if node.op_type in (QUANTIZE, *WEIGHTED)]
+        for number, node in enumerate(units):
             node.attributes[MARK] = ir.AttrInt64(MARK, number)
         try:
             return eliminate(self, model)
         finally:
-            for node in quantizers:
+            for node in units:
                 del node.attributes[MARK]
 
     with contextlib.ExitStack() as undo:

@@ -27,7 +27,7 @@ from torch.fx import GraphModule
 
 from qtool.errors import QtoolError, UsageError, one_line
 from qtool.exporting import onnx_file
-from qtool.exporting.exporter import distinct_quantizers, exact_constants, quicker
+from qtool.exporting.exporter import distinct_units, exact_constants, quicker
 from qtool.exporting.operators import adaptive_pools, attention, norms, plain_forms, recurrent
 from qtool.exporting.passes import (
     activations,
@@ -207,7 +207,7 @@ def _translate(graph: GraphModule, example: Any, opset: int) -> tuple[ir.Model, 
     recurrent.require_forms(program.graph)
     adaptive_pools.require_forms(program.graph)
     try:
-        with quiet_exporter(), quicker(), distinct_quantizers(), exact_constants(), whole_sequences():
+        with quiet_exporter(), quicker(), distinct_units(), exact_constants(), whole_sequences():
             exported = _exported(program, opset)
     except Exception as error:
         raise _untranslated(program, error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
@@ -97,3 +98,27 @@ def test_layers_that_openvino_renames_and_runs_in_float_are_named(
     monkeypatch.setitem(PASSES, "openvino", factors_left)
     with pytest.raises(ContractError, match="in float: head, head_2"):
         export(form, tmp_path, ExportConfig(baselines=None), samples=[x])
+
+
+class Twins(nn.Module):
+    """Two layers of equal weights that read one input, as those that begin as zeros do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 16, 3), nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 1)
+        self.second.load_state_dict(self.first.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu() + self.second(x).relu())
+
+
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino"])
+def test_layers_that_compute_the_same_are_both_there_or_one_runs_for_both(target: str, tmp_path: Path) -> None:
+    if target == "openvino":
+        pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    x = torch.randn(8, 3, 8, 8)
+    form = quantize(Twins().eval(), QuantizeConfig(target=target, effort="fast"), example=x, calibration=[x])
+    exported = export(form, tmp_path, ExportConfig(baselines=None), samples=[x])
+    layers = [node.name for node in ir.load(exported.files["int8"]).graph if node.op_type == "Conv"]
+    assert len(layers) == 3
