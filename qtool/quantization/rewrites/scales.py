@@ -6,13 +6,18 @@ ConvNeXt, CaiT and many after them scale so what a block adds to its input (laye
 without normalisation what a convolution gives; a batch-norm that a model writes out (detectors freeze theirs so) does
 both. No target has an integer kernel for it, and so the convolution behind which it stands and the sum behind it would
 end in float. It may stand behind what only moves numbers, and a product behind ReLU and pooling where γ > 0. Where
-batch-norm trains in between, its γ and β take factor and summand.
+batch-norm trains in between, its γ and β take factor and summand. A number below 0 that is added to all channels behind
+ReLU (the affine of HGNetV2 and PP-LCNet) goes through it too, and is its bound then:
+
+    max(W x + b, 0) + β = max(W x + b + β, β),    β ≤ 0
+
+since a range that holds 0 clips there as well. Of β > 0 it would not, and the sum stays.
 
 A batch-norm behind such a ReLU is a factor and a sum. The factor's size goes into the layer as well, and its sign
 stays (:func:`fold_size`): between the two, channels are then as even as the batch-norm makes them, which one range for
 all of them needs. (The engine torch.ao, which prepares the model's own modules, does without.)
 
-What cannot be folded so, as a sum behind ReLU, stays (see :func:`write_affines`). Left out on purpose: weights that
+What cannot be folded so, stays (see :func:`write_affines`). Left out on purpose: weights that
 something else reads too, which would be stored twice.
 """
 
@@ -33,6 +38,8 @@ from qtool.quantization.rewrites.norms import NORMAL, readers_of, scaled
 _LAYERS = (*CONVOLUTIONS, aten.linear.default, aten.batch_norm.default)
 _PRODUCTS = (aten.mul.Tensor, aten.div.Tensor)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
+_DIFFERENCES: dict[Any, tuple[int, int]] = {aten.sub.Tensor: (0, 1), aten.rsub.Scalar: (1, 0)}
+"""Where a difference has what is taken from, and what is taken away."""
 _VIEWS = (aten.reshape.default, aten.flatten.using_ints)
 _SAME = (aten.contiguous.default, aten.clone.default, *DROPOUTS)
 _POOLS = (aten.max_pool2d.default, aten.adaptive_avg_pool2d.default)
@@ -41,10 +48,15 @@ _SHAPED = (*_VIEWS, *_SAME, aten.permute.default, aten.transpose.int, aten.unsqu
 
 
 def fold_scales(graph_module: GraphModule) -> list[Node]:
-    """Folds in place each product and sum of what a layer alone gives with stored numbers; returns these layers."""
+    """Folds in place each product and sum of what a layer alone gives with stored numbers; returns these layers.
+
+    What such a layer gives is never taken away but added.
+    """
     readers = readers_of(graph_module)
-    found = [node for node in graph_module.graph.nodes if node.target in (*_PRODUCTS, *_SUMS) and not node.kwargs]
-    folded = [layer for node in found if (layer := _fold(graph_module, readers, node)) is not None]
+    wanted = (*_PRODUCTS, *_SUMS, *_DIFFERENCES)
+    found = [node for node in graph_module.graph.nodes if node.target in wanted and not node.kwargs]
+    layers = [rule(graph_module, readers, node) for rule in (_negate, _fold) for node in found]
+    folded = [layer for layer in layers if layer is not None]
     if folded:
         clean(graph_module)
     return folded
@@ -55,30 +67,51 @@ def fold_size(graph_module: GraphModule, source: Node, factor: Tensor) -> Tensor
 
     Right behind the layer it is left to ``norms.fold_batch_norm``, which folds it whole.
     """
-    layer, axis, clipped = _layer(source)
+    layer, axis, clips = _layer(source)
     readers = readers_of(graph_module)
-    if layer is None or axis != 1 or not clipped or any(readers[str(n.target)] > 1 for n in _stored_of(layer)):
+    if layer is None or axis != 1 or not clips or not _is_own(layer, readers):
         return factor
     _scale(graph_module, layer, factor.abs().where(factor != 0, torch.ones_like(factor)))
     return factor.sign()
 
 
+def _negate(graph_module: GraphModule, readers: Mapping[str, int], node: Node) -> Node | None:
+    """Makes a sum of a difference, where a layer gives what is taken away: x − (W y + b) = x + (−W) y − b."""
+    if node.target not in _DIFFERENCES or len(node.args) > 2:
+        return None
+    kept, source = (node.args[place] for place in _DIFFERENCES[node.target])
+    layer, _, clips = _layer(source) if isinstance(source, Node) else (None, None, [])
+    if layer is None or clips or not _is_own(layer, readers):
+        return None
+    _scale(graph_module, layer, -torch.ones(1, dtype=torch.float64))
+    node.target, node.args = aten.add.Tensor, (kept, source) if isinstance(kept, Node) else (source, kept)
+    return layer
+
+
+def _is_own(layer: Node, readers: Mapping[str, int]) -> bool:
+    """Whether nothing else reads the weights of a layer."""
+    return all(readers.get(str(value.target), 1) == 1 for value in _stored_of(layer))
+
+
 def _fold(graph_module: GraphModule, readers: Mapping[str, int], node: Node) -> Node | None:
+    if node.target not in (*_PRODUCTS, *_SUMS):
+        return None
     pairs = (node.args[:2], node.args[1::-1])[: 1 if node.target in (aten.div.Tensor, aten.sub.Tensor) else 2]
     for source, given in pairs:
         if not isinstance(source, Node) or not isinstance(source.meta["val"], Tensor):  # an open size is a node too
             continue
         if _sizes(source) != _sizes(node):
             continue
-        layer, axis, clipped = _layer(source)
+        layer, axis, clips = _layer(source)
         numbers = stored_numbers(graph_module, given, source.meta["val"], axis)
-        if layer is None or numbers is None or any(readers.get(str(n.target), 1) > 1 for n in _stored_of(layer)):
+        if layer is None or numbers is None or not _is_own(layer, readers):
             continue
         if node.target in _SUMS:
-            if clipped:
+            numbers = numbers if node.target is aten.add.Tensor else -numbers
+            if clips and not _shift_bound(clips, numbers):
                 continue
-            _shift(graph_module, layer, numbers if node.target is aten.add.Tensor else -numbers)
-        elif clipped and not bool((numbers > 0).all()):
+            _shift(graph_module, layer, numbers)
+        elif clips and not bool((numbers > 0).all()):
             continue
         else:
             _scale(graph_module, layer, numbers if node.target is aten.mul.Tensor else 1 / numbers)
@@ -88,19 +121,34 @@ def _fold(graph_module: GraphModule, readers: Mapping[str, int], node: Node) -> 
     return None
 
 
-def _layer(node: Node) -> tuple[Node | None, int | None, bool]:
-    """The layer whose results alone ``node`` holds, the axis of its channels there, and whether ReLU is in between.
+def _layer(node: Node) -> tuple[Node | None, int | None, list[Node]]:
+    """The layer whose results alone ``node`` holds, the axis of its channels there, and what clips or pools in between.
 
     The axis is None where it is split.
     """
     if len(node.users) != 1:
-        return None, None, False
+        return None, None, []
     if node.target in _LAYERS:
         plain = isinstance(node.args[1], Node) and all(value.op == "get_attr" for value in _stored_of(node))
-        return (node if plain else None), node.meta["val"].dim() - 1 if node.target is aten.linear.default else 1, False
+        return (node if plain else None), node.meta["val"].dim() - 1 if node.target is aten.linear.default else 1, []
     source = node.args[0] if node.target in (*_SHAPED, *_CLIPS) else None
-    layer, axis, clipped = _layer(source) if isinstance(source, Node) else (None, None, False)
-    return layer, None if axis is None else _moved(node, axis), clipped or node.target in _CLIPS
+    layer, axis, clips = _layer(source) if isinstance(source, Node) else (None, None, [])
+    return layer, None if axis is None else _moved(node, axis), [*clips, node] if node.target in _CLIPS else clips
+
+
+def _shift_bound(clips: list[Node], numbers: Tensor) -> bool:
+    """Has a ReLU clip at what is added behind it instead; False where that is no one number for all, or above 0.
+
+    Pools give what is added to all that they read.
+    """
+    relus, number = [node for node in clips if node.target not in _POOLS], float(numbers[0])
+    if not relus:
+        return True
+    if number > 0 or bool((numbers != number).any()) or any(node.target is not aten.relu.default for node in relus):
+        return False
+    for node in relus if number else ():
+        node.target, node.args = aten.clamp.default, (node.args[0], number, None)
+    return True
 
 
 def _stored_of(layer: Node) -> list[Node]:

@@ -79,6 +79,11 @@ SHIFTED: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "behind batch-norm": lambda m, x: m.norm(m.conv(x)) + m.gain[:, None, None],
     "behind a batch-norm alone": lambda m, x: m.norm(x.relu()) + m.gain[:, None, None],
     "a number": lambda m, x: (m.conv(x) + 3) * 0.5,
+    "behind ReLU, one below 0": lambda m, x: F.max_pool2d((m.conv(x).relu() * 2 + -m.one.abs()), 2),
+    "behind ReLU and a pool": lambda m, x: F.max_pool2d(m.conv(x).relu(), 2) - m.one.abs(),
+    "behind a pool": lambda m, x: F.max_pool2d(m.conv(x), 2) + m.gain[:, None, None],
+    "what a layer is taken from": lambda m, x: 1 - m.conv(x),
+    "behind what a batch-norm is taken from": lambda m, x: m.gain[:, None, None] - m.norm(m.conv(x)),
 }  # fmt: skip
 
 
@@ -90,9 +95,12 @@ def test_a_sum_behind_a_layer_is_in_its_bias(name: str) -> None:
 LEFT: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "behind an activation": lambda m, x: m.conv(x).sigmoid() * 0.5,
     "behind ReLU, below zero": lambda m, x: m.conv(x).relu() * -0.5,
-    "a sum behind ReLU": lambda m, x: m.conv(x).relu() + m.gain.view(4, 1, 1),
+    "a sum behind ReLU": lambda m, x: m.conv(x).relu() - m.gain.abs().view(4, 1, 1),
+    "one above 0 behind ReLU": lambda m, x: m.conv(x).relu() + m.one.abs(),
+    "behind a leaky ReLU": lambda m, x: F.leaky_relu(m.conv(x)) - m.one.abs(),
+    "what ReLU is taken from": lambda m, x: 1 - m.conv(x).relu(),
+    "what a value that is read twice is taken from": lambda m, x: (1 - (y := m.conv(x))) * y,
     "a number for each place": lambda m, x: m.conv(x[..., :4, :4]) + m.gain,
-    "what a layer is taken from": lambda m, x: 1 - m.conv(x),
     "a value that is read twice": lambda m, x: (y := m.conv(x)) * 0.5 + y,
     "along another axis": lambda m, x: m.conv(x[..., :4]) * m.gain,
     "channels that a view splits": lambda m, x: m.conv(x).reshape(-1, 2, 2, 36) * m.gain[:2, None, None],
@@ -122,6 +130,15 @@ def test_what_is_known_of_the_channels_is_scaled_too() -> None:
     mean, deviation = layer.meta[NORMAL]
     torch.testing.assert_close(mean, model.norm.bias * model.gain)
     torch.testing.assert_close(deviation, (model.norm.weight * model.gain).abs())
+
+
+def test_a_difference_is_a_sum_where_a_layer_gives_what_is_taken_away() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(lambda m, x: x.relu() - m.conv(x)).eval(), torch.randn(2, 4, 6, 6)
+    graph = float_form(model, x)
+    fold_scales(graph)
+    assert [node.target for node in graph.graph.nodes if node.target in SUMS] == [aten.add.Tensor]
+    torch.testing.assert_close(graph(x), model(x))
 
 
 def test_training_goes_on_with_the_product_folded() -> None:
