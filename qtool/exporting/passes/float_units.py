@@ -1,4 +1,4 @@
-"""Keeps a layer, a softmax or a maximum that the plan left in float from being quantized by the runtime.
+"""Keeps a layer, a softmax or a pool that the plan left in float from being quantized by the runtime.
 
 ONNX Runtime quantizes by itself the float weight of a Conv, ConvTranspose or Gemm that stands between a
 DequantizeLinear and a QuantizeLinear (also through a Relu or Clip): to int8, one scale for the whole tensor. A
@@ -8,7 +8,8 @@ activation inside the float kernel.
 
 A softmax there becomes a table of exponentials whose sums in 32 bits overflow before version 1.32 where the output's
 step is far below 1/256, as between the convolutions over heads of EfficientFormerV2: every result is wrong. The same
-identity keeps it.
+identity keeps it, and an average over windows that are not alike, whose integer kernel is slow (see
+:mod:`qtool.quantization.targets.ort_cpu`).
 
 A maximum over windows of floats gives the same integers before its quantizer as behind it, and the runtime moves the
 quantizer in front. What comes from float lies in planes, though, for which it has a quick kernel for floats alone:
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from qtool.exporting.passes.mean_pools import has_equal_windows
 from qtool.exporting.passes.names import DEQUANTIZE, QUANTIZE
 from qtool.exporting.passes.parts import is_read
 from qtool.exporting.reference.integer_graph import PROPAGATED
@@ -31,10 +33,14 @@ _MOVED_PAST = PROPAGATED - {"MaxPool"}
 
 def apply(model: ir.Model) -> int:
     """Puts the identity behind every such operator, in place; returns how many."""
-    guarded = [node for node in model.graph if node.op_type in _KINDS and _would_be_quantized(node)]
+    guarded = [node for node in model.graph if _is_in_float(node) and _would_be_quantized(node)]
     for node in guarded:
         _guard(model, node)
     return len(guarded)
+
+
+def _is_in_float(node: ir.Node) -> bool:
+    return node.op_type in _KINDS or (node.op_type == "AveragePool" and not has_equal_windows(node))
 
 
 def _would_be_quantized(node: ir.Node) -> bool:

@@ -31,25 +31,33 @@ def apply(model: ir.Model) -> int:
     """Rewrites in place; returns how many pools became convolutions."""
     changed = 0
     for node in list(model.graph):
-        if node.op_type == "AveragePool" and between_integers(node) and _has_equal_windows(node):
+        pool = node.op_type == "AveragePool" and between_integers(node)
+        if pool and has_equal_windows(node) and not _is_over_all(node):
             _rewrite(model, node)
             changed += 1
     return changed
 
 
-def _has_equal_windows(node: ir.Node) -> bool:
-    """Whether each mean is of as many numbers, over part of an image with a known number of channels."""
-    attributes = node.attributes
+def has_equal_windows(node: ir.Node) -> bool:
+    """Whether each mean is of as many numbers, over an image with a known number of channels."""
+    attributes, shape = node.attributes, _shape(node)
     kernel = list(attributes.get_ints("kernel_shape", []))
-    shape = list(node.inputs[0].shape or []) if node.inputs[0] is not None else []
     padded = any(attributes.get_ints("pads", [0]))
-    whole = shape[2:] == kernel and not padded
     return (
-        len(shape) == len(kernel) + 2 and len(kernel) in (1, 2) and isinstance(shape[1], int) and not whole
+        len(shape) == len(kernel) + 2 and len(kernel) in (1, 2) and isinstance(shape[1], int)
         and (not padded or attributes.get_int("count_include_pad", 0) == 1)
         and attributes.get_int("ceil_mode", 0) == 0 and attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
         and all(step == 1 for step in attributes.get_ints("dilations", []))
     )  # fmt: skip
+
+
+def _is_over_all(node: ir.Node) -> bool:
+    kernel = list(node.attributes.get_ints("kernel_shape", []))
+    return _shape(node)[2:] == kernel and not any(node.attributes.get_ints("pads", [0]))
+
+
+def _shape(node: ir.Node) -> list[int | ir.SymbolicDim]:
+    return list(node.inputs[0].shape or []) if node.inputs[0] is not None else []
 
 
 def _rewrite(model: ir.Model, node: ir.Node) -> None:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from qtool.graphs.complex_numbers import spell_scatters
 from qtool.graphs.edits import remove_identities, set_training
 from qtool.quantization.capturing.capture import DROPOUT_LAYERS, capture
+from qtool.quantization.capturing.faint_masks import thin_masks
 from qtool.quantization.capturing.fidelity import require_faithful
 from qtool.quantization.capturing.parametrized import with_stored_weights
 from qtool.quantization.integers import label
@@ -63,6 +64,7 @@ def float_form(
         remove_identities(graph)
     fold_batch_norm(graph)
     simplify(graph, merged=merged)
+    thin_masks(graph, example)
     require_faithful(graph, model, example)
     label(graph)
     return graph

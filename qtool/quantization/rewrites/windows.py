@@ -63,7 +63,7 @@ def spell_average(node: Node) -> None:
     """A sum over a window by a number is its mean times a factor; windows that ``ceil_mode`` cuts off are filled up.
 
     Without a divisor such windows are of what there is, which runtimes agree on only where no padding is to be counted:
-    one that is becomes a padding of its own.
+    one that is becomes a padding of its own. Where none is cut off, ``ceil_mode`` goes.
     """
     spell_stride(node)
     given: list[Any] = [*node.args, *[0, False, True, None][len(node.args) - 3 :]]
@@ -86,6 +86,8 @@ def spell_average(node: Node) -> None:
     if divisor is None:
         if counts:
             _spell_counted(node, source, kernel, strides, pads, needed)
+        elif ceil and _are_whole(needed, pads):
+            node.args = (source, kernel, strides, pads, False, counted)
         return
     if ceil:
         source, pads = _padded_by(node, source, pads, [max(more, 0) for more in needed]), [0] * rank
@@ -96,11 +98,16 @@ def spell_average(node: Node) -> None:
     node.target, node.args, node.kwargs = aten.mul.Tensor, (mean, math.prod(kernel) / divisor), {}
 
 
+def _are_whole(needed: list[int], pads: list[int]) -> bool:
+    """Whether no window ends behind the padding."""
+    return all(more <= pad for more, pad in zip(needed, pads, strict=True))
+
+
 def _spell_counted(
     node: Node, source: Node, kernel: list[int], strides: list[int], pads: list[int], needed: list[int]
 ) -> None:
     """Has an average over cut windows count zeros of the input's; ``needed`` are those up to the last window's end."""
-    if all(more <= p for more, p in zip(needed, pads, strict=True)):  # no window is cut off
+    if _are_whole(needed, pads):
         node.args = (source, kernel, strides, pads, False, True)
         return
     ends = [min(max(more, 0), p) for more, p in zip(needed, pads, strict=True)]  # more would be windows of zeros alone
