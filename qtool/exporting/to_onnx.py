@@ -45,6 +45,7 @@ from qtool.exporting.passes import (
     exact_sums,
     expands,
     faint_biases,
+    faint_shares,
     flat_means,
     float_units,
     folded,
@@ -112,8 +113,8 @@ MISREAD: dict[str, tuple[Pass, ...]] = {
     ),
 }  # fmt: skip
 """What takes out of a file, integer or not, what a target's runtime does not open it with, or computes otherwise."""
-FUSED: dict[str, tuple[Pass, ...]] = {"ort-cpu": (root_means.apply,)}
-"""What writes operators of a file, integer or not, as the pattern by which a target's runtime finds its own kernel."""
+FUSED: dict[str, tuple[Pass, ...]] = {"ort-cpu": (root_means.apply, faint_shares.apply)}
+"""What writes operators of a file, integer or not, as a target's runtime is quick with, or finds its own kernel by."""
 QUICK: dict[str, tuple[Pass, ...]] = {
     "ort-cpu": (
         mean_pools.apply, wide_groups.apply, even_channels.apply, even_inputs.apply, wide_gates.apply,
