@@ -13,9 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from qdq_files import Builder, needs_x86, rewritten_by, run
+from torch import nn
 
 from qtool.exporting.passes import mean_pools
 from qtool.exporting.reference.integer_reference import IntegerReference
+from qtool.exporting.stage import export
+from qtool.quantization.stage import quantize
+from qtool.recipe import ExportConfig, QuantizeConfig
+from qtool.runtimes.ort import optimized_graph
 
 applied = functools.partial(rewritten_by, mean_pools.apply)
 
@@ -88,3 +93,27 @@ def test_the_ones_of_large_windows_are_not_stored(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got[0], reference.run({"x": x})[0])
     means = torch.nn.functional.avg_pool2d(torch.from_numpy(x), 4, 4).numpy()
     assert np.abs(got[0] - means).max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("pool", "is_integer"),
+    [
+        (nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False), True),
+        (nn.AvgPool2d(3, 1, 1), True),
+        (nn.AvgPool2d(3, 1, 1, count_include_pad=False), False),
+        (nn.AvgPool2d(3, 2, ceil_mode=True), False),
+    ],
+)
+def test_where_windows_are_not_alike_the_mean_is_taken_in_float(
+    pool: nn.Module, is_integer: bool, tmp_path: Path
+) -> None:
+    """The runtime's own integer pool is many times as slow, and is in neither file."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), pool, nn.Conv2d(16, 4, 1)).eval(), torch.randn(8, 3, 12, 12)
+    form = quantize(net, QuantizeConfig(effort="fast"), example=x, calibration=[x])
+    assert {unit.name: unit.integer for unit in form.plan.units} == {"0": True, "1": is_integer, "2": True}
+    exported = export(form, tmp_path, ExportConfig(baselines=None), samples=[x])
+    kernels = [node.op_type for node in optimized_graph(exported.files["int8"], weights=False).graph.node]
+    assert kernels.count("QLinearConv") == 2 + is_integer
+    assert kernels.count("AveragePool") == 1 - is_integer
+    assert "QLinearAveragePool" not in kernels

@@ -296,6 +296,22 @@ def test_an_average_of_parts_of_windows_counts_what_there_is() -> None:
     assert [graph.graph.find_nodes(op="call_function", target=op)[0].args[4:] for op in ops] == [(True, False)] * 2
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_ceiling_that_cuts_no_window_off_goes(counted: bool) -> None:
+    """As in the shortcuts of ResNet-D: at even sizes every window is whole."""
+
+    def pooled(x: Tensor) -> Tensor:
+        whole = F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=counted)
+        return F.avg_pool2d(whole, 3, 1, 1, ceil_mode=True, count_include_pad=counted)
+
+    x = torch.randn(2, 3, 8, 6)
+    graph = capture(Written(pooled), x)
+    torch.testing.assert_close(graph(x), pooled(x))
+    pools = graph.graph.find_nodes(op="call_function", target=aten.avg_pool2d.default)
+    assert [node.args[4] for node in pools] == [False, False]
+    assert pools[1].args[5] is counted
+
+
 @pytest.mark.parametrize("size", [5, 6, 7, 8, 9])
 def test_an_average_at_any_size_counts_padding_and_nothing_behind_it(size: int) -> None:
     """Integer kernels count what a window has behind a padding: none is left to count one."""
