@@ -40,7 +40,8 @@ def apply(model: ir.Model) -> int:
 
 
 def _is_in_float(node: ir.Node) -> bool:
-    return node.op_type in _KINDS or (node.op_type == "AveragePool" and not has_equal_windows(node))
+    flat = node.op_type == "AveragePool" and len(node.attributes.get_ints("kernel_shape", [])) < 3
+    return node.op_type in _KINDS or (flat and not has_equal_windows(node))
 
 
 def _would_be_quantized(node: ir.Node) -> bool:
