@@ -37,6 +37,7 @@ from qtool.quantization.rewrites.matrices import flatten_linears
 from qtool.quantization.rewrites.maxima import write_maxima
 from qtool.quantization.rewrites.norms import fold_batch_norm, write_norms
 from qtool.quantization.rewrites.products import write_products
+from qtool.quantization.rewrites.repeated_inputs import repeat_inputs
 from qtool.quantization.rewrites.scales import fold_scales, fold_size
 from qtool.quantization.rewrites.shuffles import write_rows
 from qtool.quantization.rewrites.slopes import write_slopes
@@ -130,6 +131,7 @@ def spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str], 
         fill_groups(graph, overrides, target.group_width)
     if target.channels_last:
         write_rows(graph, overrides)
+        repeat_inputs(graph, overrides)
     if target.flat_linears:
         flatten_linears(graph)
     write_products(graph, target.products)

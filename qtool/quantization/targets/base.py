@@ -121,10 +121,11 @@ class Target:
     :func:`qtool.quantization.integers.drop_pairs`). ``scales_in_float``: a batch-norm with nothing to fold into is a
     product and a sum in float rather than a depthwise convolution. ``adds_pairs``: on x86 CPUs without VNNI it adds
     products of bytes in pairs, in 16 bits (see ``pair_sums.py``). ``channels_last``: its integer convolutions are, and
-    rows of channels quicker to shuffle than bytes (see ``rewrites/shuffles.py``). ``integer_lstm``: it computes LSTMs
-    in integers (see :mod:`qtool.graphs.lstm`). ``group_width``: how many channels the groups of a convolution are to be
-    filled up to, 0 where they stay as they are (see ``rewrites/filled_groups.py``). ``leaves``: why operators without
-    a pattern stay in float. ``block``: how many inputs of a linear layer whose weights alone are integers it rounds to
+    rows of channels quicker to shuffle than bytes (see ``rewrites/shuffles.py``), and depthwise ones have an output for
+    each channel (see ``rewrites/repeated_inputs.py``). ``integer_lstm``: it computes LSTMs in integers (see
+    :mod:`qtool.graphs.lstm`). ``group_width``: how many channels the groups of a convolution are to be filled up to, 0
+    where they stay as they are (see ``rewrites/filled_groups.py``). ``leaves``: why operators without a pattern stay in
+    float. ``block``: how many inputs of a linear layer whose weights alone are integers it rounds to
     8 bits together, to multiply them by these; None where it dequantizes such weights. ``block_outputs``: how many
     outputs a layer has at least that it does so for, ``block_shared`` whether it does so for weights that several
     layers share.
