@@ -11,9 +11,8 @@ it takes 1.9, the maxima included. A share of exp(−60) = 9e-27 is a float as a
 least 1 / n: float32 has 24 bits. A row that is hidden whole stays as it is.
 
 Written where places are hidden whatever the inputs are: what comes later, or by a stored mask, be it added to scores
-or telling which of them to replace. Where the inputs alone
-say what is hidden, as behind the end of a text, it is often nothing. (Stored masks of −100 are mended before, see
-``qtool.quantization.capturing.faint_masks``.)
+or telling which of them to replace. Where the inputs alone say what is hidden, as behind the end of a text, it is often
+nothing. (Stored masks of −100 are mended before, see ``qtool.quantization.capturing.faint_masks``.)
 """
 
 from __future__ import annotations

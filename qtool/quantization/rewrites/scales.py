@@ -5,9 +5,10 @@
 ConvNeXt, CaiT and many after them scale so what a block adds to its input (layer scale, arXiv 2103.17239), networks
 without normalisation what a convolution gives; a batch-norm that a model writes out (detectors freeze theirs so) does
 both. No target has an integer kernel for it, and so the convolution behind which it stands and the sum behind it would
-end in float. It may stand behind what only moves numbers, and a product behind ReLU and pooling where γ > 0. Where
-batch-norm trains in between, its γ and β take factor and summand. A number below 0 that is added to all channels behind
-ReLU (the affine of HGNetV2 and PP-LCNet) goes through it too, and is its bound then:
+end in float. They may stand behind what only moves numbers, and a product behind ReLU and pooling where γ > 0. Where
+batch-norm trains in between, its γ and β take factor and summand. What a layer gives is negated where it is taken away
+from something, and added. A number below 0 that is added to all channels behind ReLU (the affine of HGNetV2 and
+PP-LCNet) goes through it too, and is its bound then:
 
     max(W x + b, 0) + β = max(W x + b + β, β),    β ≤ 0
 
@@ -17,8 +18,8 @@ A batch-norm behind such a ReLU is a factor and a sum. The factor's size goes in
 stays (:func:`fold_size`): between the two, channels are then as even as the batch-norm makes them, which one range for
 all of them needs. (The engine torch.ao, which prepares the model's own modules, does without.)
 
-What cannot be folded so, stays (see :func:`write_affines`). Left out on purpose: weights that
-something else reads too, which would be stored twice.
+What cannot be folded so, stays (see :func:`write_affines`). Left out on purpose: weights that something else reads
+too, which would be stored twice.
 """
 
 from __future__ import annotations
