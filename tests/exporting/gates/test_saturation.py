@@ -49,9 +49,9 @@ MODELS = {
         (2, 4, 6, 6),
     ),
     "several of each": (
-        lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.ReLU(), nn.Conv2d(8, 3, 1)),
+        lambda: nn.Sequential(nn.Conv2d(4, 12, (6, 3), groups=4), nn.ReLU(), nn.Conv2d(12, 3, 1)),
         (2, 4, 6, 6),
-    ),
+    ),  # over a whole axis, so that its channels are not copied
 }
 
 
