@@ -50,9 +50,7 @@ def _hides(softmax: ir.Node, inputs: set[ir.Value]) -> bool:
 
 def _is_low(value: ir.Value | None) -> bool:
     """Whether some of what scores are given, or what is added to them, is very low."""
-    made = _sources(value) if value is not None else {}
-    layers = (node for node in (source.producer() for source in made) if node is not None and node.op_type in _LAYERS)
-    return not any(layers) and any(_least(source) < FAINT for source in made)
+    return value is not None and any(_least(source) < FAINT for source in _sources(value))
 
 
 def _is_told(value: ir.Value | None, inputs: set[ir.Value]) -> bool:
@@ -74,7 +72,7 @@ def _is_order(value: ir.Value) -> bool:
 
 
 def _sources(value: ir.Value) -> dict[ir.Value, None]:
-    """All that a value's numbers are computed from, itself included; of what only tells its sizes, nothing."""
+    """All that a value's numbers are computed from, itself included, up to layers; of what tells its sizes, nothing."""
     found: dict[ir.Value, None] = {}
     waiting = [value]
     while waiting:

@@ -47,10 +47,10 @@ def _outputs_each(conv: Node, overrides: Mapping[str, str]) -> int:
     source, weight = conv.args[:2]
     if not isinstance(source, Node) or not isinstance(weight, Node) or weight.op != "get_attr":
         return 0
-    outputs, inputs, *taps = weight.meta["val"].shape
+    outputs, _, *taps = weight.meta["val"].shape
     groups = groups_of(conv)
     before, after = source.meta["val"].shape, conv.meta["val"].shape
-    if inputs != 1 or groups == 1 or before[1] != groups:
+    if groups == 1 or before[1] != groups:
         return 0
     each = outputs // groups
     known = all(isinstance(size, int) for size in (*before[2:], *after[2:]))

@@ -25,7 +25,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 class Attending(nn.Module):
-    """Attention of two heads over 6 tokens, and behind it that of one over all of them."""
+    """Attention of two heads over 6 tokens, and behind it that of one, which nothing is hidden from."""
 
     def __init__(self, mix: Mix, sharp: float = 1.0) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Attending(nn.Module):
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:
         q, k, v = self.qkv(x).reshape(-1, 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
         y = self.out(self.mix(self, q * self.sharp, k, v, seen[:, None, None]).transpose(1, 2).reshape(-1, 6, 8))
-        return F.scaled_dot_product_attention(y, y, y)
+        return F.scaled_dot_product_attention(y, y, y, self.order.float())
 
 
 def written_out(m: Attending, scores: Tensor, seen: Tensor) -> Tensor:

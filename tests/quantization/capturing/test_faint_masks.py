@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import qtool
 from qtool.quantization.capturing.capture import capture
-from qtool.quantization.capturing.faint_masks import GONE, HIDDEN, thin_masks
+from qtool.quantization.capturing.faint_masks import GONE, HIDDEN, MOST_APART, thin_masks
 from qtool.quantization.capturing.float_form import float_form
 
 Mix = Callable[["Windows", Tensor, Tensor, Tensor], Tensor]
@@ -49,6 +49,9 @@ WRITTEN: dict[str, Mix] = {
     "torchvision's": lambda m, q, k, v: by_window(m, q @ k.mT / 2 + m.bias).softmax(-1) @ v,
     "without a bias": lambda m, q, k, v: by_window(m, q @ k.mT / 2).softmax(3) @ v,
     "of torch": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, m.mask[1]),
+    "beside what else is made of it": lambda m, q, k, v: (
+        F.scaled_dot_product_attention(q, k, v, m.mask[1]) + m.mask[1].clamp(min=-80.0).mean()
+    ),
     "of torch, with a bias": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, m.bias + m.mask[1]),
 }
 LEFT: dict[str, Mix] = {
@@ -56,6 +59,7 @@ LEFT: dict[str, Mix] = {
     "along another axis": lambda m, q, k, v: (q @ k.mT + m.mask[1]).softmax(-2) @ v,
     "a sigmoid's": lambda m, q, k, v: (q @ k.mT + m.mask[1]).sigmoid() @ v,
     "with a factor": lambda m, q, k, v: (q @ k.mT + m.mask[1] * q.amax()).softmax(-1) @ v,
+    "a key's": lambda m, q, k, v: F.scaled_dot_product_attention(q, k + m.mask[1, :, 2:], v),
     "a whole row": lambda m, q, k, v: (q @ k.mT + m.mask[1, :, 4:5].expand(6, 6)).softmax(-1) @ v,
 }
 
@@ -105,6 +109,20 @@ def test_what_may_count_otherwise_stays(name: str) -> None:
     graph = capture(model, X)
     assert not thin_masks(graph, X)
     torch.testing.assert_close(graph(X), model(X))
+
+
+def test_a_hidden_share_is_a_normal_number_and_nothing_beside_the_others() -> None:
+    least, most = np.exp(np.float32([HIDDEN - MOST_APART, HIDDEN + MOST_APART]))
+    assert np.finfo(np.float32).tiny < least < most < 2.0**-24
+    assert np.exp(np.float32(GONE)) == 0
+
+
+def test_what_trains_is_no_mask() -> None:
+    model = Windows(WRITTEN["of torch"])
+    model.bias = nn.Parameter(model.mask[1])
+    model.mix = lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, m.bias)
+    graph = capture(model, X, train=True)
+    assert not thin_masks(graph, X)
 
 
 def test_infinity_stays_where_scores_are_far_apart() -> None:
