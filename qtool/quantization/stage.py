@@ -31,7 +31,6 @@ from qtool.quantization.calibration.saved_ranges import changes_in, check_repeat
 from qtool.quantization.calibration.watching import SAMPLES as WATCHED
 from qtool.quantization.calibration.watching import watch
 from qtool.quantization.capturing.capture import capture
-from qtool.quantization.capturing.faint_masks import thin_masks
 from qtool.quantization.capturing.float_form import FloatForms, simplify, spell_for
 from qtool.quantization.capturing.parametrized import with_stored_weights
 from qtool.quantization.common_steps import share_steps
@@ -318,8 +317,7 @@ def _prepare(
     graph = copied(float_graph)
     if train:
         graph = capture(model, example, train=True, axes=config.dynamic_axes or ())
-        simplify(graph, train=True)
-        thin_masks(graph, example)
+        simplify(graph, example, train=True)
     spell_for(target, graph, config.overrides, train=train)
     placement = Placement(graph, target, config.overrides)
     placement = passes.improve(graph, placement)

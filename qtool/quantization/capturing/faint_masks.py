@@ -21,18 +21,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from qtool.graphs.edits import drop_unused, set_parameter
+from qtool.graphs.edits import clean, set_parameter, store_before
 from qtool.graphs.operators import aten
 from qtool.nested import samples_of
 from qtool.quantization.algorithms.walk import interpret
 from qtool.quantization.rewrites.constants import constant_nodes, constant_values
+from qtool.quantization.targets import SOFTMAX
 
 FAINT = -80.0
 """What is added to a score, beside the most in its row, from which on its share may be denormal."""
@@ -42,7 +43,6 @@ MOST_APART = 20.0
 SAMPLES = 4
 
 _ATTENTION = aten.scaled_dot_product_attention.default
-_SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _PASSED = (
     aten.add.Tensor, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
     aten.contiguous.default, aten.clone.default, aten.slice.Tensor, aten.dropout.default,
@@ -60,14 +60,15 @@ def thin_masks(graph: GraphModule, example: Any) -> int:
     if not masks:
         return 0
     stored = {node: _store(graph, node, fixed, torch.where(_faint(m), _most(m), m)) for node, m in masks.items()}
+    clean(graph)
     few = samples_of(example, 0, SAMPLES) if graph.meta.get("any_batch") else example
-    apart = _apart(graph, {score for node in masks for score in readers[node]}, few)
+    apart = _Apart(graph, {score for node in masks for score in readers[node]})
+    interpret(apart, few)
     for node, mask in masks.items():
-        depth = HIDDEN if max(apart[score] for score in readers[node]) <= MOST_APART else GONE
+        depth = HIDDEN if max(apart.found[score] for score in readers[node]) <= MOST_APART else GONE
         hidden = _most(mask) + depth
         changed = torch.where(_faint(mask), hidden if depth == HIDDEN else mask.minimum(hidden), mask)
         set_parameter(graph, stored[node], changed, like=stored[node])
-    drop_unused(graph)
     return len(masks)
 
 
@@ -99,7 +100,7 @@ def _scores(node: Node, fixed: Collection[Node]) -> list[Node]:
 
 
 def _takes_scores(user: Node, source: Node) -> bool:
-    if user.target in _SOFTMAX:
+    if user.target in SOFTMAX:
         return user.args[1] in (-1, source.meta["val"].dim() - 1)
     return user.target is _ATTENTION and source in (*user.args[3:4], user.kwargs.get("attn_mask"))
 
@@ -128,20 +129,9 @@ def _hides(mask: Any) -> bool:
 def _store(graph: GraphModule, node: Node, fixed: Collection[Node], value: Tensor) -> str:
     """Has what reads a constant beside others read a stored tensor; returns its path."""
     path = f"{node.name}_hidden"
-    set_parameter(graph, path, value.clone())
-    with graph.graph.inserting_after(node):
-        made = graph.graph.get_attr(path)
-    made.meta = {**node.meta, "val": node.meta.get("val", value)}
+    made = store_before(graph, node, path, value)
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user not in fixed)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
     return path
-
-
-def _apart(graph: GraphModule, wanted: set[Node], few: Any) -> Mapping[Node, float]:
-    seen = _Apart(graph, wanted)
-    interpret(seen, few)
-    return seen.found
 
 
 class _Apart(Interpreter):

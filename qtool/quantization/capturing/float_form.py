@@ -64,8 +64,7 @@ def float_form(
     else:
         remove_identities(graph)
     fold_batch_norm(graph)
-    simplify(graph, merged=merged)
-    thin_masks(graph, example)
+    simplify(graph, example, merged=merged)
     require_faithful(graph, model, example)
     label(graph)
     return graph
@@ -94,8 +93,11 @@ class FloatForms:
         return FloatForms(self.model, dropout=True) if drops and not self.dropout else self
 
 
-def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) -> None:
-    """Writes a captured graph with fewer operators that compute the same, in place."""
+def simplify(graph: GraphModule, example: Any, *, merged: bool = True, train: bool = False) -> None:
+    """Writes a captured graph with fewer operators that compute the same, in place.
+
+    On ``example`` it is measured how far attention's scores are apart.
+    """
     if merged and not train:
         write_bounds(graph)
     if merged:
@@ -116,6 +118,7 @@ def simplify(graph: GraphModule, *, merged: bool = True, train: bool = False) ->
         write_norms_whole(graph)  # whose weight may be 1 + w
     drop_masks(graph)
     spell_scatters(graph)
+    thin_masks(graph, example)
 
 
 def spell_for(target: Target, graph: GraphModule, overrides: Mapping[str, str], *, train: bool) -> None:

@@ -240,6 +240,12 @@ def plain_sum(node: torch.fx.Node) -> str:
     return "" if node.kwargs.get("alpha", 1) == 1 else "a scaled addition (alpha) has no integer kernel"
 
 
+def averaging(pool: torch.fx.Node) -> tuple[bool, bool, bool]:
+    """Of an average pool: whether it pads, whether its last window may be cut off, whether it counts its padding."""
+    pads, ceil, counted = [*pool.args[3:6], *[0, False, True][max(len(pool.args) - 3, 0) :]][:3]
+    return any(pads) if isinstance(pads, list | tuple) else bool(pads), bool(ceil), bool(counted)
+
+
 def makes_no_angle(node: torch.fx.Node) -> str:
     """Why a layer that gives angles stays in float, those whose sine and cosine are taken (Fourier features).
 

@@ -37,6 +37,7 @@ from qtool.quantization.targets.base import (
     SOFTMAX,
     Pattern,
     Target,
+    averaging,
     makes_no_logarithm,
     weighted,
 )
@@ -57,8 +58,7 @@ def of_products(softmax: torch.fx.Node) -> str:
 
 def counts_padding(pool: torch.fx.Node) -> str:
     """Why an average counts no zeros from behind the edges; empty where it does."""
-    pads, _, counted = [*pool.args[3:6], *[0, False, True][max(len(pool.args) - 3, 0) :]][:3]
-    padded = any(pads) if isinstance(pads, list | tuple) else pads
+    padded, _, counted = averaging(pool)
     return "" if padded and counted else "it counts no padding"
 
 

@@ -42,6 +42,7 @@ from qtool.quantization.targets.base import (
     UPSAMPLES,
     Pattern,
     Target,
+    averaging,
     weighted,
 )
 from qtool.quantization.targets.stored import STORED
@@ -74,8 +75,7 @@ def has_few_channels(conv: torch.fx.Node) -> str:
 
 def has_uneven_windows(pool: torch.fx.Node) -> str:
     """Why an average pool is as good in integers as in float; empty where it is not."""
-    pads, ceil, counted = [*pool.args[3:6], *[0, False, True][max(len(pool.args) - 3, 0) :]][:3]
-    padded = any(pads) if isinstance(pads, list | tuple) else pads
+    padded, ceil, counted = averaging(pool)
     uneven = ceil or (padded and not counted)
     return "" if uneven and pool.target is not aten.avg_pool3d.default else "its integer kernel is as quick"
 
